@@ -1,0 +1,633 @@
+"""HostCache: the tier's face. Decides what is kept, written back, evicted and restored; never copies. Read this first.
+
+Life of a page, with the call that takes each step:
+
+    device_added     it was computed and published; nothing moves
+    plan_writeback   its snapshot came within reach of eviction: a frame is taken, the page is *filling*
+    settle           the copy is over: the page is *resident*, or nothing changed
+    device_removed   the device dropped it; the host copy is what remains
+    lookup, reserve  its conversation returned: the page is pinned
+    commit, abandon  the copy back is over, or will not be used: unpinned
+    (make room)      the quota is needed for something better: the page is gone, and the history says why
+
+One thread owns it, time is an argument, and being full, missing or late is an answer. With no frames every call answers
+neutrally, but the history is kept: the accounts are open with the tier off too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hostcache.errors import InvariantBroken
+from hostcache.tier import table as t
+from hostcache.tier.answers import Clean, Drop, Match, Pressure, Refused, Reservation, StoreJob, Wait
+from hostcache.tier.config import Mode, TierConfig
+from hostcache.tier.copying import CopyDone
+from hostcache.tier.eviction import Duel, Rule
+from hostcache.tier.history import History
+from hostcache.tier.keys import Identity, KeyChain, PageKey
+from hostcache.tier.notes import Departure, read_note, write_note
+from hostcache.tier.pool import FramePool
+from hostcache.tier.reasons import Reason
+from hostcache.tier.stats import Counters, TierStats
+
+MAX_STORE_JOBS = 4
+"""Write-back jobs at a time: enough to keep a copier busy, few enough that plans stay fresh."""
+
+STALE_TURNOVERS = 4
+"""A returned conversation not used while this many times the host's pages were computed counts as never returned."""
+
+TRIM_FACTOR = 4
+"""A victim up to this many times what is needed goes whole: a head without its tail is worth little, and whole
+conversations leave neighbouring frames. Of a larger one only the tail goes."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    slots: t.Slots
+    store_pages: int
+    skipped: bool = False
+    evicting: bool = False
+
+
+@dataclass(slots=True)
+class _Store:
+    slots: t.Slots
+    issued_s: float
+
+
+class HostCache:
+    """See the module and design section 5 for the contract of each call."""
+
+    def __init__(self, config: TierConfig, *, history: History) -> None:
+        self.config = config
+        self._history = history
+        self._pool = FramePool(config.frames)
+        self._table = t.PageTable()
+        self._duel = Duel(config.frames)
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._fresh: dict[int, None] = {}
+        self._stores: dict[int, _Store] = {}
+        self._reserved: dict[int, t.Slots] = {}
+        self._draining: dict[int, t.Slots] = {}
+        self._quarantine: dict[int, npt.NDArray[np.int64]] = {}
+        self._identities: list[bytes] = []
+        self._identity_numbers: dict[bytes, int] = {}
+        self._identity_of = np.zeros(0, dtype=np.int32)
+        self._tick = 0
+        self._last_job = 0
+        self._next_store_s = 0.0
+        self._off: str | None = None if config.frames else "host_cache_bytes is 0 or the mode is off"
+        self._count = Counters()
+
+    # ---- what the device did
+
+    def device_added(self, chain: KeyChain, start: int, stop: int) -> None:
+        """Pages [start, stop) of the chain are on the device, complete and confirmed. Those before are known."""
+        if self._off is None:
+            slots, added = self._table.add(chain, start, stop)
+            if len(added):
+                self._greet(chain, start, slots, added)
+            self._table.set_device(slots, True)
+        self._history.seen(chain, start, stop)
+
+    def _greet(self, chain: KeyChain, start: int, slots: t.Slots, added: t.Slots) -> None:
+        """New rows: note whose they are, whether they were here before, and whether losing them was a mistake."""
+        table = self._table
+        if len(self._identity_of) < len(table.state):
+            grown = np.zeros(len(table.state), dtype=np.int32)
+            grown[: len(self._identity_of)] = self._identity_of
+            self._identity_of = grown
+        digest = chain.identity.digest
+        if digest not in self._identity_numbers:
+            self._identity_numbers[digest] = len(self._identities)
+            self._identities.append(digest)
+        self._identity_of[added] = self._identity_numbers[digest]
+        self._tick += len(added)
+        table.used[added] = self._tick
+        parent = int(table.parent[added[0]])
+        if parent != t.NONE and table.frontier[parent]:
+            table.returned[added] = 1
+        fresh = np.isin(slots, added, assume_unique=True)
+        keys = [chain.keys[start + i] for i in np.flatnonzero(fresh).tolist()]
+        ids = self._history.ids(digest, keys)
+        for slot, note in zip(added.tolist(), self._history.notes(ids), strict=True):
+            if note:
+                table.returned[slot] = 1
+                departure, tick = read_note(note)
+                rule = departure.rule
+                if rule is not None:
+                    self._duel.returned(rule, 1, self._tick - tick)
+
+    def device_removed(self, keys: Sequence[PageKey]) -> None:
+        """These pages left the device (heads first). Those without a host copy are in no tier any more."""
+        table = self._table
+        slots = table.find(keys)
+        slots = slots[slots >= 0]
+        fates = table.fate[slots].copy()
+        table.set_device(slots, False)
+        for at in range(len(slots) - 1, -1, -1):
+            slot = int(slots[at])
+            if table.state[slot] == t.ABSENT:
+                departure = _DEPARTURES.get(int(fates[at]), Departure.NOT_WRITTEN)
+                if departure is Departure.KEPT_OUT:
+                    self._duel.lost(Rule.KEEP, 1)
+                self._collapse(slot, departure)
+
+    def retain(
+        self,
+        snapshot_id: int,
+        chain: KeyChain,
+        *,
+        pages: int,
+        store_pages: int | None = None,
+        session_closed: bool = False,
+        expected_return: bool = False,
+    ) -> None:
+        """Remember a snapshot: the chain's first `pages` pages, which the device holds. Moves nothing.
+
+        `pages` counts only whole pages that a forward pass wrote and the engine confirmed: of n tokens ending in a
+        fresh sample, (n - 1) // page_tokens. `store_pages` caps what may be written back (None: all). Hints are soft.
+        """
+        if self._off is not None:
+            return
+        if snapshot_id in self._snapshots:
+            raise ValueError(f"snapshot {snapshot_id} is already retained; ids are used once")
+        slots = self._table.find(chain.keys[:pages])
+        if len(slots) and int(slots.min()) < 0:
+            raise ValueError(f"snapshot {snapshot_id} names a page the device never reported; call device_added first")
+        allowed = pages if store_pages is None else max(0, min(pages, store_pages))
+        self._snapshots[snapshot_id] = _Snapshot(slots, allowed)
+        self._fresh[snapshot_id] = None
+        if pages:
+            self._table.frontier[slots[-1]] = 1
+        if session_closed:
+            self._table.returned[slots] = 0
+            self._table.relist_all(slots)
+        elif expected_return:
+            self._table.returned[slots] = 1
+            self._table.relist_all(slots)
+
+    def touch(self, chain: KeyChain, pages: int) -> None:
+        """The first `pages` pages of the chain were used again: they have returned, and are young."""
+        if self._off is not None or not pages:
+            return
+        slots = self._table.find(chain.keys[:pages])
+        slots = slots[slots >= 0]
+        self._table.returned[slots] = 1
+        self._table.touch(slots, self._tick)
+
+    # ---- write-back
+
+    def plan_writeback(self, pressure: Pressure) -> list[StoreJob]:
+        """The write-back jobs to start now. On-pressure: none while `victims` is empty. May be called at every step."""
+        if self._off is not None or self.config.mode is Mode.ON_EVICT:
+            return []
+        order = dict.fromkeys(s for s in pressure.victims if s in self._snapshots)
+        for snapshot_id in order:
+            self._expect_eviction(self._snapshots[snapshot_id])
+        if self.config.mode is Mode.ON_RETAIN:
+            order.update(self._fresh)
+        jobs: list[StoreJob] = []
+        for snapshot_id in order:
+            while len(self._stores) < MAX_STORE_JOBS and pressure.now_s >= self._next_store_s:
+                job = self._store(self._snapshots[snapshot_id], pressure.now_s)
+                if job is None:
+                    self._fresh.pop(snapshot_id, None)
+                    break
+                jobs.append(job)
+        return jobs
+
+    def before_evict(self, snapshot_id: int, *, stays: int, now_s: float, expired: bool = False) -> Clean | Wait | Drop:
+        """The device is about to drop a snapshot; its first `stays` pages remain there in other hands.
+
+        `expired`: the wait that an earlier answer asked for is over. Then the answer is Clean or Drop.
+        """
+        snapshot = self._snapshots.get(snapshot_id)
+        if snapshot is None:
+            return Clean()
+        if not snapshot.evicting:
+            snapshot.evicting = True
+            self._count.device_evictions += 1
+        going = snapshot.slots[stays:]
+        self._expect_eviction(snapshot)
+        if (self._table.state[going] == t.RESIDENT).all():
+            return Clean()
+        jobs: list[StoreJob] = []
+        if not expired and self._off is None:
+            while (job := self._store(snapshot, now_s)) is not None:
+                jobs.append(job)
+        states = self._table.state[going]
+        mine = {job.job_id for job in jobs}
+        running = tuple(i for i, s in self._stores.items() if i in mine or np.isin(going, s.slots).any())
+        if running and not expired:
+            self._count.evict_waits += 1
+            return Wait(job_ids=running, budget_s=self.config.copy_budget_s, jobs=tuple(jobs))
+        missing = going[states != t.RESIDENT]
+        self._count.evict_drops_uncached += 1
+        self._count.evict_drop_pages += len(missing)
+        return Drop(reason=self._why_unwritten(int(missing[0]), expired), pages=len(missing))
+
+    def evicted(self, snapshot_id: int) -> None:
+        """It is gone from its bank. Tell `device_removed` which pages left the device with it."""
+        self._snapshots.pop(snapshot_id, None)
+        self._fresh.pop(snapshot_id, None)
+
+    def settle(self, done: CopyDone) -> None:
+        """A copy is over. A store's pages become resident, or nothing changed; what only waited for the copy to end is
+        released. A job that is unknown or was settled before changes nothing."""
+        if (store := self._stores.pop(done.job_id, None)) is not None:
+            if done.error is None:
+                self._finish_store(store, done)
+            else:
+                self._count.stores_failed += 1
+                self._pool.give_back(self._undo_store(store, Departure.FAILED))
+        elif (frames := self._quarantine.pop(done.job_id, None)) is not None:
+            self._count.late_completions += 1
+            self._pool.give_back(frames)
+        elif (slots := self._draining.pop(done.job_id, None)) is not None:
+            self._unpin(slots)
+        elif done.job_id not in self._reserved:
+            self._count.late_completions += 1
+
+    def expire(self, job_id: int, *, running: bool) -> None:
+        """A store is over its budget: its pages are not on the host. `running`: the copy may still touch its frames,
+        which are set aside until `settle` hears of its end; else they come back at once."""
+        store = self._stores.pop(job_id, None)
+        if store is None:
+            return
+        self._count.stores_failed += 1
+        frames = self._undo_store(store, Departure.NOT_WRITTEN)
+        if not running:
+            self._pool.give_back(frames)
+            return
+        self._quarantine[job_id] = frames
+        if self.quarantined > self.config.quarantine_limit * self._pool.total:
+            self._off = f"{self.quarantined} of {self._pool.total} frames are held by copies that do not end"
+
+    def new_job_id(self) -> int:
+        self._last_job += 1
+        return self._last_job
+
+    def _expect_eviction(self, snapshot: _Snapshot) -> None:
+        """Its pages are not duplicates to be given up first: soon theirs will be the only copies."""
+        slots = snapshot.slots
+        self._table.fate[slots[self._table.state[slots] != t.ABSENT]] = t.LEAVING
+        self._table.relist_all(slots)
+
+    def _store(self, snapshot: _Snapshot, now_s: float) -> StoreJob | None:
+        """The next job of this snapshot, its first unwritten pages; None when there is none or no room for it."""
+        table = self._table
+        slots = snapshot.slots[: snapshot.store_pages]
+        absent = (table.state[slots] == t.ABSENT) & (table.device[slots] == 1)
+        dirty = np.flatnonzero(absent)
+        if snapshot.store_pages < len(snapshot.slots):
+            beyond = snapshot.slots[snapshot.store_pages :]
+            table.fate[beyond[table.state[beyond] == t.ABSENT]] = t.OPTED_OUT
+        if not len(dirty):
+            return None
+        if len(slots) > self._pool.total:
+            self._skip(snapshot, slots[dirty])
+            return None
+        part = slots[dirty[: self.config.max_job_pages]]
+        before = int(table.parent[part[0]])
+        room = self._make_room(len(part), part, before)
+        if not room:
+            self._skip(snapshot, slots[dirty])
+            return None
+        part = part[:room]
+        behind = int(table.frame[before]) if before != t.NONE and table.frame[before] != t.NONE else None
+        frames = self._pool.take(room, behind)
+        table.fill(part, frames)
+        table.fate[part] = t.LEAVING
+        table.pin(part)
+        job = StoreJob(job_id=self.new_job_id(), keys=tuple(table.keys_of(part)), frames=frames)
+        self._stores[job.job_id] = _Store(part, now_s)
+        self._next_store_s = now_s + self.config.store_pace_s
+        self._count.stores_issued += 1
+        self._count.peak_frames = max(self._count.peak_frames, self._pool.total - self._pool.free)
+        return job
+
+    def _skip(self, snapshot: _Snapshot, dirty: t.Slots) -> None:
+        """Not worth a frame, or larger than the host: counted once a snapshot."""
+        self._table.fate[dirty] = t.KEPT_OUT
+        if not snapshot.skipped:
+            snapshot.skipped = True
+            self._count.stores_skipped += 1
+
+    def _finish_store(self, store: _Store, done: CopyDone) -> None:
+        table = self._table
+        self._count.stores_completed += 1
+        self._count.store_pages += len(store.slots)
+        self._count.store_bytes += len(store.slots) * self.config.page_bytes
+        self._count.copy_submissions += done.submissions
+        table.used[store.slots] = self._tick
+        table.ready(store.slots)
+        self._unpin(store.slots)
+
+    def _undo_store(self, store: _Store, departure: Departure) -> npt.NDArray[np.int64]:
+        """filling → absent. Returns the frames; pages that the device has dropped meanwhile leave the table."""
+        table = self._table
+        frames = table.drop(store.slots)
+        table.fate[store.slots] = t.FAILED
+        table.unpin(store.slots)
+        for slot in store.slots[::-1].tolist():
+            if not table.device[slot]:
+                self._collapse(slot, departure)
+        return frames
+
+    def _why_unwritten(self, slot: int, expired: bool) -> Reason:
+        if expired and self._table.state[slot] == t.FILLING:
+            return Reason.LATE
+        departure = _DEPARTURES.get(int(self._table.fate[slot]), Departure.NOT_WRITTEN)
+        return departure.reason
+
+    # ---- restore
+
+    def lookup(self, chain: KeyChain, start: int, limit: int) -> Match:
+        """The longest run of pages on the host from `start` on, before page `limit`. Changes only a counter."""
+        self._count.lookups += 1
+        if self._off is not None or start >= limit:
+            return Match(chain=chain, start=start, pages=0)
+        limit = min(limit, len(chain))
+        pages = len(self._table.resident_run(chain, start, limit))
+        self._count.host_hits += pages > 0
+        following = self._table.index.get(chain.keys[start + pages], t.NONE) if start + pages < limit else t.NONE
+        pending = following != t.NONE and bool(self._table.state[following] == t.FILLING)
+        return Match(chain=chain, start=start, pages=pages, pending=pending)
+
+    def reserve(self, match: Match) -> Reservation | Refused:
+        """Pin what is left of a match, perhaps less than it promised."""
+        if self._off is not None:
+            return Refused(reason=Reason.TIER_OFF)
+        slots = self._table.resident_run(match.chain, match.start, match.start + match.pages)
+        if not len(slots):
+            return Refused(reason=Reason.EVICTED)
+        self._table.pin(slots)
+        job_id = self.new_job_id()
+        self._reserved[job_id] = slots
+        self._count.reservations += 1
+        return Reservation(
+            job_id=job_id,
+            start=match.start,
+            pages=len(slots),
+            keys=match.chain.keys[match.start : match.start + len(slots)],
+            frames=self._table.frame[slots].astype(np.int64),
+        )
+
+    def commit(self, reservation: Reservation, done: CopyDone | None = None) -> None:
+        """The bytes are in place. Ends the reservation."""
+        slots = self._end(reservation)
+        self._count.restores += 1
+        self._count.restore_pages += len(slots)
+        self._count.restore_bytes += len(slots) * self.config.page_bytes
+        if done is not None:
+            self._count.copy_submissions += done.submissions
+        self._table.returned[slots] = 1
+        self._table.used[slots] = self._tick
+        self._unpin(slots)
+
+    def abandon(self, reservation: Reservation, reason: Reason, *, copying: bool) -> None:
+        """It will not be used. `copying`: its copy may still run; they stay put until `settle` hears of its end."""
+        slots = self._end(reservation)
+        if reason is Reason.LATE:
+            self._count.restore_timeouts += 1
+        elif reason is not Reason.ABORTED:
+            self._count.restore_failures += 1
+        if copying:
+            self._draining[reservation.job_id] = slots
+        else:
+            self._unpin(slots)
+
+    def _end(self, reservation: Reservation) -> t.Slots:
+        slots = self._reserved.pop(reservation.job_id, None)
+        if slots is None:
+            raise ValueError(f"reservation {reservation.job_id} has ended already; commit or abandon it exactly once")
+        return slots
+
+    # ---- forgetting
+
+    def forget(self, identity: Identity | None = None) -> None:
+        """Drop every page of an identity, or of all: weights changed, or the cache was reset. Pages under a running
+        copy become unmatchable at once and go when it ends."""
+        table = self._table
+        slots = table.live()
+        if identity is None:
+            self._snapshots.clear()
+            self._fresh.clear()
+            self._history.clear()
+        else:
+            self._history.forget(identity.digest)
+            number = self._identity_numbers.get(identity.digest, t.NONE)
+            slots = slots[self._identity_of[slots] == number]
+            gone = [i for i, s in self._snapshots.items() if len(s.slots) and self._identity_of[s.slots[0]] == number]
+            for snapshot_id in gone:
+                self.evicted(snapshot_id)
+        table.set_device(slots, False)
+        for root in slots[table.parent[slots] == t.NONE].tolist():
+            self._kill(root, None)
+
+    # ---- room
+
+    def _make_room(self, want: int, part: t.Slots, before: int) -> int:
+        """Free frames for `part`, whose parent `before` must stay, as far as it may displace others. How many."""
+        guard = np.array([before] if before != t.NONE else [], dtype=np.int64)
+        self._table.pin(guard)
+        rule: Rule | None = None
+        while self._pool.free < want:
+            victim, contested = self._victim(bool(self._table.returned[part[0]]))
+            if victim is not None and contested and rule is None:
+                rule = self._duel.choose()
+            if victim is None or (contested and rule is Rule.KEEP):
+                break
+            self._evict(victim, want - self._pool.free)
+        self._table.unpin(guard)
+        return min(want, self._pool.free)
+
+    def _victim(self, returned: bool) -> tuple[int | None, bool]:
+        """The next tail to evict for a newcomer that has `returned` or not, and whether its place is contested: its
+        worth is the newcomer's own, so that either could stay."""
+        table = self._table
+        if self.config.eviction == "lru":
+            oldest = (table.oldest(worth) for worth in (t.DUPLICATE, t.ONCE, t.RETURNED))
+            return min((s for s in oldest if s is not None), key=lambda s: int(table.used[s]), default=None), False
+        if (duplicate := table.youngest(t.DUPLICATE)) is not None:
+            return duplicate, False
+        once, came_back = table.oldest(t.ONCE), table.oldest(t.RETURNED)
+        if once is not None:
+            return once, not returned
+        if came_back is None:
+            return None, False
+        stale = self._tick - int(table.used[came_back]) > STALE_TURNOVERS * self._pool.total
+        if stale:
+            return came_back, not returned
+        return (came_back, True) if returned else (None, False)
+
+    def _evict(self, tail: int, need: int) -> None:
+        """Drop the run of pages that ends in `tail`: whole when it is small, else as much of its tail as is needed."""
+        table = self._table
+        run = [tail]
+        worth = int(table.listed[tail])
+        slot = int(table.parent[tail])
+        while slot != t.NONE and len(run) <= TRIM_FACTOR * need:
+            alone = table.host_children[slot] == 1 and table.state[slot] == t.RESIDENT and not table.pins[slot]
+            duplicate = bool(table.device[slot]) and table.fate[slot] != t.LEAVING
+            if not alone or duplicate != (worth == t.DUPLICATE) or (worth == t.ONCE and table.returned[slot]):
+                break
+            run.append(slot)
+            slot = int(table.parent[slot])
+        if len(run) > TRIM_FACTOR * need:
+            del run[need:]
+        self._count.host_evictions += 1
+        self._count.host_evicted_pages += len(run)
+        lost = 0
+        self._pool.give_back(table.drop(np.array(run, dtype=np.int64)))
+        for slot in run:
+            if not table.device[slot]:
+                lost += 1
+                self._collapse(slot, Departure.DISPLACED)
+        if lost:
+            self._duel.lost(Rule.DISPLACE, lost)
+
+    # ---- pages that are in no tier
+
+    def _collapse(self, slot: int, departure: Departure) -> None:
+        """A page has left every tier: it leaves the table, and what could only be reached through it goes with it."""
+        table = self._table
+        if not table.known[slot] or table.state[slot] != t.ABSENT or table.device[slot] or table.pins[slot]:
+            return  # a page behind it took it along, or something still holds it
+        if not table.dead[slot]:
+            self._note(slot, departure)
+            table.detach_key(slot)
+            table.dead[slot] = 1
+            for child in list(table.children(slot)):
+                self._count.orphaned_pages += 1
+                self._kill(child, Departure.DISPLACED)
+        self._bury_all([slot])
+
+    def _kill(self, root: int, departure: Departure | None) -> None:
+        """Make a page and all behind it unmatchable, and drop what no copy holds in place. Without a departure
+        the history is told by the caller."""
+        table = self._table
+        order, stack = [], [root]
+        while stack:
+            slot = stack.pop()
+            order.append(slot)
+            stack.extend(table.children(slot))
+        for slot in order:
+            if not table.dead[slot]:
+                if departure is not None:
+                    self._note(slot, departure)
+                table.detach_key(slot)
+                table.dead[slot] = 1
+        self._bury_all(reversed(order))
+
+    def _bury(self, slot: int) -> None:
+        """A dead page without pins gives its frame back; without children it leaves the table."""
+        table = self._table
+        if table.pins[slot]:
+            table.relist(slot)
+            return
+        one = np.array([slot], dtype=np.int64)
+        if table.state[slot] == t.RESIDENT:
+            self._pool.give_back(table.drop(one))
+        table.device[slot] = 0
+        if table.child[slot] == t.NONE:
+            parent = int(table.parent[slot])
+            table.prune(slot)
+            if parent != t.NONE and table.dead[parent]:
+                self._bury(parent)
+
+    def _note(self, slot: int, departure: Departure) -> None:
+        ids = self._history.ids(self._identities[self._identity_of[slot]], [self._table.key(slot)])
+        self._history.left(ids, write_note(departure, self._tick))
+
+    def _bury_all(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self._table.dead[slot]:  # else it went already, with a page behind it
+                self._bury(slot)
+
+    def _unpin(self, slots: t.Slots) -> None:
+        self._table.unpin(slots)
+        self._bury_all(slots[self._table.dead[slots] == 1][::-1].tolist())
+
+    # ---- what it looks like
+
+    @property
+    def off_reason(self) -> str | None:
+        """None while the tier works; else why it is off."""
+        return self._off
+
+    @property
+    def quarantined(self) -> int:
+        """Frames that a copy which was given up may still touch."""
+        return sum(len(frames) for frames in self._quarantine.values())
+
+    def held(self, keys: Sequence[PageKey]) -> list[Reason | None]:
+        """For each page: None where a tier holds it, NOT_READY where its copy is on the way and it has left the device,
+        FORGOTTEN where it is in no tier (the history may know more). For the accounts."""
+        if self._off is not None:
+            return [Reason.TIER_OFF] * len(keys)
+        table = self._table
+        slots = table.find(keys)
+        kinds = np.where((table.state[slots] == t.RESIDENT) | (table.device[slots] == 1), 0, 1)
+        kinds[slots < 0] = 2
+        return [(None, Reason.NOT_READY, Reason.FORGOTTEN)[kind] for kind in kinds.tolist()]
+
+    def stats(self) -> TierStats:
+        """A frozen record of now."""
+        table, live = self._table, self._table.live()
+        state, device = table.state[live], table.device[live]
+        resident = int((state == t.RESIDENT).sum())
+        return TierStats(
+            counters=self._count.copy(),
+            frames=self._pool.total,
+            page_bytes=self.config.page_bytes,
+            free_frames=self._pool.free,
+            resident_pages=resident,
+            filling_pages=int((state == t.FILLING).sum()),
+            quarantined_frames=self.quarantined,
+            pinned_pages=int((table.pins[live] > 0).sum()),
+            duplicate_pages=int(((state == t.RESIDENT) & (device == 1)).sum()),
+            dirty_pages=int(((state == t.ABSENT) & (device == 1)).sum()),
+            snapshots=len(self._snapshots),
+            resident_snapshots=int(((table.frontier[live] == 1) & (state == t.RESIDENT)).sum()),
+            live_reservations=len(self._reserved) + len(self._draining),
+            live_stores=len(self._stores),
+            off_reason=self._off,
+        )
+
+    def check(self) -> None:
+        """The invariants of design section 5. O(pages). Raises InvariantBroken with the numbers."""
+        table = self._table
+        table.check()
+        self._pool.check()
+        live = table.live()
+        filling = int((table.state[live] == t.FILLING).sum())
+        resident = int((table.state[live] == t.RESIDENT).sum())
+        parts = (self._pool.free, filling, resident, self.quarantined)
+        if sum(parts) != self._pool.total:
+            raise InvariantBroken(f"free + filling + resident + quarantined is {parts}, not {self._pool.total} frames")
+        frames = [table.frame[live][table.frame[live] != t.NONE].astype(np.int64), *self._quarantine.values()]
+        taken = np.concatenate(frames)
+        if len(np.unique(taken)) != len(taken):
+            raise InvariantBroken("a frame stands behind two pages")
+        owned = np.zeros(len(table.pins), dtype=np.int64)
+        for slots in (*self._reserved.values(), *self._draining.values(), *(s.slots for s in self._stores.values())):
+            np.add.at(owned, slots, 1)
+        if (owned != table.pins).any():
+            raise InvariantBroken(f"{int(table.pins[live].sum())} pins, but their owners hold {int(owned.sum())} pages")
+        parents = table.parent[live]
+        child = live[(parents != t.NONE) & (table.state[live] != t.ABSENT) & (table.dead[live] == 0)]
+        above = table.parent[child]
+        if ((table.state[above] == t.ABSENT) & (table.device[above] == 0)).any():
+            raise InvariantBroken("a page is on the host although its predecessor is in no tier")
+        if self._count.peak_frames > self._pool.total:
+            raise InvariantBroken(f"{self._count.peak_frames} frames were in use, the quota is {self._pool.total}")
+
+
+_DEPARTURES = {t.KEPT_OUT: Departure.KEPT_OUT, t.OPTED_OUT: Departure.OPTED_OUT, t.FAILED: Departure.FAILED}

@@ -1,0 +1,86 @@
+"""Remembers which pages were ever seen and how each left, in bounded memory. Knows digests only, no pages, no frames.
+
+Two generations of a dictionary: entries go into the young one; when it is full it becomes the old one and the former
+old one is dropped. From the first drop that lost something on, `exact` is False: an unknown page may have been seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from hostcache.tier.keys import KeyChain, PageKey, chain_ids
+
+PRESENT = 0
+"""Seen, and not known to have left."""
+
+
+class History:
+    """64-bit digest → note (a non-negative integer, 0 when the page has not left). At most `entries` of each kind."""
+
+    def __init__(self, entries: int) -> None:
+        self._half = max(1, entries // 2)
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        self._plain_young: dict[int, None] = {}
+        self._plain_old: dict[int, None] = {}
+        self._epochs: dict[bytes, int] = {}
+        self.exact = True
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def ids(self, identity: bytes, keys: Sequence[PageKey]) -> list[int]:
+        """What pages of an identity (its digest) are called here: other numbers once the identity was forgotten."""
+        ids = chain_ids(keys)
+        epoch = self._epochs.get(identity)
+        return [i ^ epoch for i in ids] if epoch else ids
+
+    def forget(self, identity: bytes) -> None:
+        """Nothing that was seen under this identity could be served any more."""
+        last = self._epochs.get(identity, 0).to_bytes(8, "little")
+        self._epochs[identity] = int.from_bytes(blake2b(identity + last, digest_size=8).digest(), "little")
+
+    def seen(self, chain: KeyChain, start: int, stop: int) -> None:
+        """Pages [start, stop) of the chain exist now."""
+        self._add(dict.fromkeys(self.ids(chain.identity.digest, chain.keys[start:stop]), PRESENT))
+        self._plain_young.update(dict.fromkeys(chain_ids(chain.plain[start:stop])))
+        if len(self._plain_young) > self._half:
+            self._plain_old, self._plain_young = self._plain_young, {}
+
+    def left(self, ids: Iterable[int], note: int) -> None:
+        """These pages are in no tier any more; `note` (over 0) says how they left."""
+        self._add(dict.fromkeys(ids, note))
+
+    def notes(self, ids: Sequence[int]) -> list[int | None]:
+        """What is known of each: its note, or None for a page that was never seen (or is forgotten)."""
+        young, old = self._young, self._old
+        return [young[i] if i in young else old.get(i) for i in ids]
+
+    def known(self, ids: Sequence[int]) -> int:
+        """How many leading ids were seen before."""
+        young, old = self._young, self._old
+        for count, i in enumerate(ids):
+            if i not in young and i not in old:
+                return count
+        return len(ids)
+
+    def known_plain(self, ids: Sequence[int]) -> list[bool]:
+        """For each identity-free digest: were these tokens seen under any identity?"""
+        return [i in self._plain_young or i in self._plain_old for i in ids]
+
+    def clear(self) -> None:
+        """Forget everything: nothing that was seen could be served any more. Exactness starts anew."""
+        for table in (self._young, self._old):
+            table.clear()
+        self._plain_young.clear()
+        self._plain_old.clear()
+        self._epochs.clear()
+        self.exact = True
+
+    def _add(self, notes: dict[int, int]) -> None:
+        self._young.update(notes)
+        if len(self._young) > self._half:
+            if self._old.keys() - self._young.keys():
+                self.exact = False
+            self._old, self._young = self._young, {}
