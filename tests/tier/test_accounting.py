@@ -142,6 +142,29 @@ def test_a_failed_store_is_failed() -> None:
     assert r.visit(prompt(1, 4)).report.recomputed == {Reason.FAILED: 64, Reason.PARTIAL_PAGE: 1}
 
 
+def test_a_store_over_its_budget_leaves_its_pages_not_written() -> None:
+    for early in (False, True):
+        r = rig(eager=False)
+        r.visit(prompt(1, 4))
+        (job,) = r.cache.plan_writeback(Pressure(now_s=0.0, victims=tuple(r.bank)))
+        if early:
+            r.drop(next(iter(r.bank)))
+        r.cache.expire(job.job_id, running=True)
+        if not early:
+            r.drop(next(iter(r.bank)))
+        assert r.visit(prompt(1, 4)).report.recomputed == {Reason.NOT_WRITTEN: 64, Reason.PARTIAL_PAGE: 1}, early
+
+
+def test_what_was_forgotten_on_purpose_is_new_again() -> None:
+    for everything in (True, False):
+        r = rig()
+        r.visit(prompt(1, 4))
+        leave(r)
+        r.cache.forget(None if everything else r.identity)
+        report = r.visit(prompt(1, 4)).report
+        assert (report.recomputed, report.bound_tokens) == ({Reason.NEW: 64, Reason.PARTIAL_PAGE: 1}, 0), everything
+
+
 def test_with_the_tier_off_the_bound_is_known_and_the_gap_says_tier_off() -> None:
     for r in (rig(host=0), rig(mode=Mode.OFF)):
         r.visit(prompt(1, 4))
@@ -249,7 +272,7 @@ def test_recovery_and_early_departures_have_counters_of_their_own() -> None:
     st.lists(st.sampled_from([None, Reason.NOT_READY, Reason.FORGOTTEN]), min_size=13, max_size=13),
     st.sampled_from([None, Reason.LATE, Reason.DEARER]), st.booleans(), st.integers(1, 60),
 )
-def test_every_report_and_the_totals_balance_whatever_was_served(  # noqa: PLR0913
+def test_every_report_and_the_totals_balance_whatever_was_served(
     tokens: int, seen: int, elsewhere: int, device: int, host: int, states: list[Reason | None],
     cause: Reason | None, abort: bool, entries: int,
 ) -> None:

@@ -267,14 +267,14 @@ def test_before_evict_waits_once_then_drops_late_with_the_pages_that_are_lost() 
     assert (counters.device_evictions, counters.evict_drops_uncached, counters.evict_drop_pages) == (1, 1, 3)
 
 
-def test_pages_that_stay_on_the_device_are_not_written_for_an_eviction() -> None:
+def test_an_eviction_writes_the_heads_that_stay_too_because_no_tail_may_be_without_them() -> None:
     r = rig()
     r.visit(prompt(1, 4))
     r.visit([*prompt(1, 4)[:12], *prompt(2, 2)])
     first = next(iter(r.bank))
     answer = r.cache.before_evict(first, stays=3, now_s=0.0)
     assert isinstance(answer, Wait)
-    assert [len(job.keys) for job in answer.jobs] == [1]
+    assert [len(job.keys) for job in answer.jobs] == [4]
 
 
 def test_every_store_that_is_begun_is_handed_out() -> None:
@@ -408,9 +408,19 @@ def test_calls_that_break_the_contract_are_refused_and_move_nothing() -> None:
     before = state(r)
     with pytest.raises(ValueError, match="already retained"):
         r.cache.retain(last(r), r.chain(prompt(1, 2)), pages=2)
-    with pytest.raises(ValueError, match="device_added first"):
-        r.cache.retain(99, r.chain(prompt(7, 2)), pages=2)
+    r.cache.touch(r.chain(prompt(7, 2)), 2)
+    r.cache.device_removed(r.chain(prompt(7, 2)).keys)
     assert state(r) == before
+    r.check()
+
+
+def test_a_snapshot_of_pages_the_device_never_reported_is_remembered_as_far_as_they_are_known() -> None:
+    r = rig()
+    r.visit(prompt(1, 2))
+    r.cache.retain(99, r.chain(prompt(7, 2)), pages=2)
+    r.cache.retain(100, r.chain(prompt(1, 9)), pages=9)
+    (job,) = plan(r, 99, 100)
+    assert job.keys == r.chain(prompt(1, 2)).keys
     r.check()
 
 
@@ -501,6 +511,17 @@ def test_after_forgetting_the_same_tokens_are_stored_anew() -> None:
     store(r, prompt(1, 4))
     assert on_host(r, prompt(1, 4)) == 4
     r.check()
+
+
+def test_a_request_that_was_under_way_when_everything_was_forgotten_can_still_be_retained() -> None:
+    r = rig()
+    chain = r.chain(prompt(1, 4))
+    r.cache.device_added(chain, 0, 2)
+    r.cache.forget()
+    r.cache.device_added(chain, 2, 4)
+    r.cache.retain(1, chain, pages=4)
+    r.check()
+    assert plan(r, 1) == [], "what was computed with what is forgotten is not stored"
 
 
 # ---- room

@@ -28,11 +28,13 @@ def test_a_page_is_unknown_then_seen_then_left_then_seen_again() -> None:
     assert history.notes(ids([1, 2, 3])) == [0, 0, None]
 
 
-def test_tokens_seen_under_another_salt_are_known_by_their_plain_digest_only() -> None:
-    history, mine, theirs = History(100), chain([1, 2], "a"), chain([1, 2], "b")
+def test_tokens_seen_under_another_salt_are_known_elsewhere_only() -> None:
+    history, mine, theirs = History(100), chain([1, 2, 3], "a"), chain([1, 2], "b")
     history.seen(theirs, 0, 2)
     assert history.known(chain_ids(mine.keys)) == 0
-    assert history.known_plain(chain_ids(mine.plain)) == [True, True]
+    assert history.known_elsewhere(mine, 0, 3) == [True, True, False]
+    assert history.known_elsewhere(mine, 1, 2) == [True]
+    assert history.known_elsewhere(theirs, 0, 2) == [False, False]
 
 
 def test_an_overflow_drops_the_old_generation_and_says_so() -> None:
@@ -86,7 +88,7 @@ def test_clearing_starts_anew_and_exact() -> None:
     assert not history.exact
     history.clear()
     assert (len(history), history.exact) == (0, True)
-    assert history.known_plain(chain_ids(chain([1, 2]).plain)) == [False, False]
+    assert history.known_elsewhere(chain([1, 2], "b"), 0, 2) == [False, False]
 
 
 @given(st.lists(st.lists(st.integers(0, 60), max_size=6), max_size=40), st.integers(2, 40))

@@ -52,8 +52,14 @@ def test_a_chain_has_a_key_for_each_whole_page_and_all_differ(tokens: list[int])
 def test_each_field_of_the_identity_changes_every_key() -> None:
     variants = [
         BASE,
-        *(replace(BASE, **{name: "X"}) for name in ("model", "revision", "dtype", "layout", "parallel", "adapter",
-                                                     "media", "salt")),
+        replace(BASE, model="X"),
+        replace(BASE, revision="X"),
+        replace(BASE, dtype="X"),
+        replace(BASE, layout="X"),
+        replace(BASE, parallel="X"),
+        replace(BASE, adapter="X"),
+        replace(BASE, media="X"),
+        replace(BASE, salt="X"),
         replace(BASE, page_tokens=2),
     ]
     chains = [key_chain(range(8), identity) for identity in variants]
@@ -63,7 +69,9 @@ def test_each_field_of_the_identity_changes_every_key() -> None:
 
 
 @given(st.text(max_size=4), st.text(max_size=4), st.text(max_size=4), st.text(max_size=4))
-def test_text_cannot_move_from_one_field_into_the_next(adapter: str, salt: str, other_adapter: str, other_salt: str) -> None:
+def test_text_cannot_move_from_one_field_into_the_next(
+    adapter: str, salt: str, other_adapter: str, other_salt: str
+) -> None:
     one = replace(BASE, adapter=adapter, salt=salt)
     other = replace(BASE, adapter=other_adapter, salt=other_salt)
     assert (one.digest == other.digest) == ((adapter, salt) == (other_adapter, other_salt))

@@ -1,4 +1,4 @@
-"""Musts of the users of other systems that one module cannot show: A3, D4, E2, E4 to E7, F1 to F3, H1, on the whole tier."""
+"""Musts of users of other systems that no single module can show: A3, D4, E2, E4 to E7, F1 to F3, H1."""
 
 from __future__ import annotations
 

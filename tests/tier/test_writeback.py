@@ -48,7 +48,8 @@ def test_by_pages_victims_are_taken_until_enough_would_be_free_and_no_further() 
 
 def test_a_snapshot_within_reach_by_both_limits_is_named_once_and_first() -> None:
     banks = [BankView(order=(2, 1), capacity=2)]
-    assert within_reach(banks, frees=[(1, 1), (2, 1), (3, 1)], free_pages=0, reach_pages=3, reach_entries=1) == (2, 1, 3)
+    frees = [(1, 1), (2, 1), (3, 1)]
+    assert within_reach(banks, frees=frees, free_pages=0, reach_pages=3, reach_entries=1) == (2, 1, 3)
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 30), st.integers(0, 30))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from hostcache.errors import InvariantBroken
 from hostcache.tier.history import History
-from hostcache.tier.keys import KeyChain, PageKey, chain_ids
+from hostcache.tier.keys import KeyChain, PageKey
 from hostcache.tier.notes import read_note
 from hostcache.tier.reasons import OUTSIDE_BOUND, Reason
 
@@ -125,16 +125,15 @@ class Accounting:
         limit = max(0, prompt_tokens - 1) // self._page
         ids = self._history.ids(chain.identity.digest, chain.keys[:limit])
         seen = self._history.known(ids)
-        exact = self._history.exact
         pages = [self._cause(reason, note) for reason, note in
                  zip(self._cache.held(chain.keys[:seen]), self._history.notes(ids[:seen]), strict=True)]
-        elsewhere = self._history.known_plain(chain_ids(chain.plain[seen:limit]))
-        beyond = [Reason.IDENTITY if known else Reason.NEW for known in elsewhere]
-        if not exact:
+        if self._history.exact:
+            elsewhere = self._history.known_elsewhere(chain, seen, limit)
+            beyond = [Reason.IDENTITY if known else Reason.NEW for known in elsewhere]
+        else:
             # An unknown page may have been seen and forgotten: it stays inside the bound, which is inexact now.
-            lost = next((i for i, reason in enumerate(beyond) if reason is Reason.IDENTITY), len(beyond))
-            pages += [Reason.FORGOTTEN] * lost
-            beyond = beyond[lost:]
+            pages += [Reason.FORGOTTEN] * (limit - seen)
+            beyond = []
         self._open.add(request_id)
         return Account(request_id, prompt_tokens, limit, pages, beyond)
 

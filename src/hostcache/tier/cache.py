@@ -87,8 +87,11 @@ class HostCache:
     # ---- what the device did
 
     def device_added(self, chain: KeyChain, start: int, stop: int) -> None:
-        """Pages [start, stop) of the chain are on the device, complete and confirmed. Those before are known."""
-        if self._off is None:
+        """Pages [start, stop) of the chain are on the device, complete and confirmed.
+
+        Pages whose predecessor was never reported, or was forgotten meanwhile, are not tracked: they could not be reached.
+        """
+        if self._off is None and (not start or chain.keys[start - 1] in self._table.index):
             slots, added = self._table.add(chain, start, stop)
             if len(added):
                 self._greet(chain, start, slots, added)
@@ -158,8 +161,9 @@ class HostCache:
         if snapshot_id in self._snapshots:
             raise ValueError(f"snapshot {snapshot_id} is already retained; ids are used once")
         slots = self._table.find(chain.keys[:pages])
-        if len(slots) and int(slots.min()) < 0:
-            raise ValueError(f"snapshot {snapshot_id} names a page the device never reported; call device_added first")
+        if len(slots) and int(slots.min()) < 0:  # its head was forgotten while the request ran
+            slots = slots[: int((slots < 0).argmax())]
+        pages = len(slots)
         allowed = pages if store_pages is None else max(0, min(pages, store_pages))
         self._snapshots[snapshot_id] = _Snapshot(slots, allowed)
         self._fresh[snapshot_id] = None
@@ -195,7 +199,8 @@ class HostCache:
         jobs: list[StoreJob] = []
         for snapshot_id in order:
             while len(self._stores) < MAX_STORE_JOBS and pressure.now_s >= self._next_store_s:
-                job = self._store(self._snapshots[snapshot_id], pressure.now_s)
+                leaving = snapshot_id in pressure.victims
+                job = self._store(self._snapshots[snapshot_id], pressure.now_s, leaving=leaving)
                 if job is None:
                     self._fresh.pop(snapshot_id, None)
                     break
@@ -219,7 +224,7 @@ class HostCache:
             return Clean()
         jobs: list[StoreJob] = []
         if not expired and self._off is None:
-            while (job := self._store(snapshot, now_s)) is not None:
+            while (job := self._store(snapshot, now_s, leaving=True)) is not None:
                 jobs.append(job)
         states = self._table.state[going]
         mine = {job.job_id for job in jobs}
@@ -245,7 +250,7 @@ class HostCache:
                 self._finish_store(store, done)
             else:
                 self._count.stores_failed += 1
-                self._pool.give_back(self._undo_store(store, Departure.FAILED))
+                self._pool.give_back(self._undo_store(store, t.FAILED))
         elif (frames := self._quarantine.pop(done.job_id, None)) is not None:
             self._count.late_completions += 1
             self._pool.give_back(frames)
@@ -261,7 +266,7 @@ class HostCache:
         if store is None:
             return
         self._count.stores_failed += 1
-        frames = self._undo_store(store, Departure.NOT_WRITTEN)
+        frames = self._undo_store(store, t.UNDECIDED)
         if not running:
             self._pool.give_back(frames)
             return
@@ -279,7 +284,7 @@ class HostCache:
         self._table.fate[slots[self._table.state[slots] != t.ABSENT]] = t.LEAVING
         self._table.relist_all(slots)
 
-    def _store(self, snapshot: _Snapshot, now_s: float) -> StoreJob | None:
+    def _store(self, snapshot: _Snapshot, now_s: float, *, leaving: bool) -> StoreJob | None:
         """The next job of this snapshot, its first unwritten pages; None when there is none or no room for it."""
         table = self._table
         slots = snapshot.slots[: snapshot.store_pages]
@@ -303,7 +308,7 @@ class HostCache:
         behind = int(table.frame[before]) if before != t.NONE and table.frame[before] != t.NONE else None
         frames = self._pool.take(room, behind)
         table.fill(part, frames)
-        table.fate[part] = t.LEAVING
+        table.fate[part] = t.LEAVING if leaving else t.UNDECIDED
         table.pin(part)
         job = StoreJob(job_id=self.new_job_id(), keys=tuple(table.keys_of(part)), frames=frames)
         self._stores[job.job_id] = _Store(part, now_s)
@@ -329,15 +334,15 @@ class HostCache:
         table.ready(store.slots)
         self._unpin(store.slots)
 
-    def _undo_store(self, store: _Store, departure: Departure) -> npt.NDArray[np.int64]:
+    def _undo_store(self, store: _Store, fate: int) -> npt.NDArray[np.int64]:
         """filling → absent. Returns the frames; pages that the device has dropped meanwhile leave the table."""
         table = self._table
         frames = table.drop(store.slots)
-        table.fate[store.slots] = t.FAILED
+        table.fate[store.slots] = fate
         table.unpin(store.slots)
         for slot in store.slots[::-1].tolist():
             if not table.device[slot]:
-                self._collapse(slot, departure)
+                self._collapse(slot, _DEPARTURES.get(fate, Departure.NOT_WRITTEN))
         return frames
 
     def _why_unwritten(self, slot: int, expired: bool) -> Reason:
@@ -505,7 +510,6 @@ class HostCache:
             table.detach_key(slot)
             table.dead[slot] = 1
             for child in list(table.children(slot)):
-                self._count.orphaned_pages += 1
                 self._kill(child, Departure.DISPLACED)
         self._bury_all([slot])
 
@@ -522,6 +526,7 @@ class HostCache:
             if not table.dead[slot]:
                 if departure is not None:
                     self._note(slot, departure)
+                    self._count.orphaned_pages += int(table.state[slot] != t.ABSENT)
                 table.detach_key(slot)
                 table.dead[slot] = 1
         self._bury_all(reversed(order))

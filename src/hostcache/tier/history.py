@@ -22,8 +22,8 @@ class History:
         self._half = max(1, entries // 2)
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._plain_young: dict[int, None] = {}
-        self._plain_old: dict[int, None] = {}
+        self._plain_young: dict[int, bytes] = {}
+        self._plain_old: dict[int, bytes] = {}
         self._epochs: dict[bytes, int] = {}
         self.exact = True
 
@@ -44,7 +44,7 @@ class History:
     def seen(self, chain: KeyChain, start: int, stop: int) -> None:
         """Pages [start, stop) of the chain exist now."""
         self._add(dict.fromkeys(self.ids(chain.identity.digest, chain.keys[start:stop]), PRESENT))
-        self._plain_young.update(dict.fromkeys(chain_ids(chain.plain[start:stop])))
+        self._plain_young.update(dict.fromkeys(chain_ids(chain.plain[start:stop]), chain.identity.digest))
         if len(self._plain_young) > self._half:
             self._plain_old, self._plain_young = self._plain_young, {}
 
@@ -65,9 +65,10 @@ class History:
                 return count
         return len(ids)
 
-    def known_plain(self, ids: Sequence[int]) -> list[bool]:
-        """For each identity-free digest: were these tokens seen under any identity?"""
-        return [i in self._plain_young or i in self._plain_old for i in ids]
+    def known_elsewhere(self, chain: KeyChain, start: int, stop: int) -> list[bool]:
+        """For each page: were the same tokens last seen under another identity?"""
+        own, young, old = chain.identity.digest, self._plain_young, self._plain_old
+        return [(young.get(i) or old.get(i) or own) != own for i in chain_ids(chain.plain[start:stop])]
 
     def clear(self) -> None:
         """Forget everything: nothing that was seen could be served any more. Exactness starts anew."""

@@ -1,0 +1,75 @@
+# Every target works from a fresh clone: it makes .venv, installs, fetches the model where one is needed, and runs.
+# Another interpreter: make PYTHON=python3.12 test
+# More for pip:        make PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' test
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+PIP_FLAGS ?=
+
+# The form of the demo that CI runs: seconds, not minutes. Bars are shown, never judged, at this size.
+SMOKE_FLAGS ?= --agents 3 --prefix-tokens 300 --window-s 10 --equivalence 1 --longest-tokens 300
+SMOKE_OUT   ?= hostcache-demo/smoke
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-full bench test test-all check lint types dist smoke clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.ready  ## tier off against tier on with a real model, quick form: about 5 minutes after set-up
+	$(BIN)/hostcache demo
+
+demo-full: $(VENV)/.ready  ## the form of record: about 35 minutes
+	$(BIN)/hostcache demo --full
+
+bench: $(VENV)/.ready-dev  ## copy, bookkeeping, engine and memory measurements
+	$(BIN)/hostcache bench
+
+test: $(VENV)/.ready-dev  ## the tests that need neither a GPU nor vLLM
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.ready-dev  ## the same with the slow ones
+	$(BIN)/python -m pytest -m "not gpu and not vllm"
+
+check: lint types test  ## lint, strict types, tests
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check src tests examples
+
+types: $(VENV)/.ready-dev
+	$(BIN)/mypy
+
+# The wheel on numpy alone, then the sdist, in an environment of their own and away from the sources.
+dist: $(VENV)/.ready-dev  ## build wheel and sdist and try both in a clean environment
+	rm -rf dist .venv-dist
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet dist/*.whl
+	cd .venv-dist && bin/hostcache --version && bin/hostcache config show
+	.venv-dist/bin/python -m pip install --quiet --force-reinstall --no-deps dist/*.tar.gz
+	cd .venv-dist && bin/hostcache --version
+
+smoke: $(VENV)/.ready  ## one tiny end-to-end demo on the real model
+	rm -rf $(SMOKE_OUT)
+	$(BIN)/hostcache demo $(SMOKE_FLAGS) --out $(SMOKE_OUT)
+	$(BIN)/hostcache demo --from $(SMOKE_OUT) > /dev/null
+
+clean:  ## remove environments, builds and caches; demo records and the model stay
+	rm -rf $(VENV) .venv-dist dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "make: $(PYTHON) is '$$($(PYTHON) --version 2>&1)'; hostcache needs Python 3.11 to 3.13: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all,dev]'
+	@touch $@ $(VENV)/.ready

@@ -1,0 +1,1 @@
+"""Runs real servers and measures them; writes records. Draws nothing and decides nothing about the tier."""

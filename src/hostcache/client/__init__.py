@@ -1,0 +1,1 @@
+"""What bench and lab share to talk to an OpenAI-compatible server: sender, backpressure, counter scrape."""

@@ -1,0 +1,283 @@
+"""What a run writes down: frozen records and their JSONL. Knows nothing of servers, tables or charts.
+
+One line is one record: `{"record": <kind>, "version": 1, <every field>}`. Reading is strict: an unknown kind, version
+or field, a missing field and a value of the wrong type are refused with the line number, because a figure recomputed
+from half a record would look like a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from hostcache.errors import HostCacheError
+
+RECORD_VERSION = 1
+
+Arm: TypeAlias = Literal["off", "on"]
+Stage: TypeAlias = Literal["pressure", "no-pressure", "equivalence", "memory"]
+Phase: TypeAlias = Literal["prime", "before", "window", "fixed"]
+"""`prime`: an agent's first turn. `before`: a later one, started before the window opened. `window`: started in the
+window, counted however late it ends. `fixed`: part of a closed list of turns (no window)."""
+
+
+class RecordRefused(HostCacheError):
+    """A line is not a record of this version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The first line of a run: what was asked, of what, with which inputs (name → sha256)."""
+
+    KIND: ClassVar[str] = "run"
+
+    form: Literal["quick", "full", "custom"]
+    model: str
+    seed: int
+    workload: dict[str, int | float | str]
+    environment: dict[str, int | float | str]
+    inputs: dict[str, str]
+    commands: tuple[str, ...]
+    stages: tuple[str, ...]
+    started_unix_s: float
+    hostcache_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmRecord:
+    """One server process from start to stop, as the server itself described it.
+
+    `opening` and `closing` are whole answers of /v1/stats; times are seconds on the run's clock.
+    """
+
+    KIND: ClassVar[str] = "arm"
+
+    stage: Stage
+    arm: Arm
+    index: int
+    command: tuple[str, ...]
+    log: str
+    model: str
+    model_revision: str
+    pool_tokens: int
+    page_tokens: int
+    host_cache_bytes: int
+    window_s: float | None
+    primed_s: float
+    opened_s: float
+    settled_s: float
+    peak_rss_bytes: int | None
+    opening: dict[str, Any]
+    closing: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryNote:
+    """One refusal that was waited out."""
+
+    KIND: ClassVar[str] = "retry"
+
+    status: int
+    retry_after_s: float | None
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One turn of one agent. `duration_s` and `ttft_s` count from the first attempt, so waits and retries are in them.
+
+    Token counts are the server's usage; None where the server did not say, which is not the same as 0.
+    `resent_loss_tokens`: reply tokens (usage) that the client could not resend as they were.
+    """
+
+    KIND: ClassVar[str] = "turn"
+
+    stage: Stage
+    arm: Arm
+    arm_index: int
+    agent: int
+    turn: int
+    phase: Phase
+    started_s: float
+    ttft_s: float | None
+    duration_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    hit_tokens: int | None
+    device_tokens: int | None
+    host_tokens: int | None
+    recomputed: dict[str, int] | None
+    first_miss: dict[str, Any] | None
+    resent_loss_tokens: int
+    reply_sha256: str
+    retries: tuple[RetryNote, ...]
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedAnswer:
+    """One greedy answer with the digest and top-two margin of the logits behind every token."""
+
+    KIND: ClassVar[str] = "answer"
+
+    token_ids: tuple[int, ...]
+    digests: tuple[str, ...]
+    margins: tuple[float, ...]
+    ttft_s: float
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    recomputed: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EquivalenceRecord:
+    """One conversation answered four times: cold, cold again on a fresh server, from the device, restored.
+
+    An answer is None when the request failed; `error` says why. `kept_tokens`: with answers kept, what the follow-up
+    found on the device of prompt and reply, `kept_expected_tokens` the whole pages there are; else None.
+    `restore_submissions` is None when a write-back ran in the same bracket or the server does not say.
+    """
+
+    KIND: ClassVar[str] = "equivalence"
+
+    conversation: int
+    shape: Literal["plain", "answers", "compaction"]
+    boundary: Literal["on", "before", "after", "inside"]
+    tokens: int
+    page_tokens: int
+    prompt_sha256: str
+    cold: TracedAnswer | None
+    cold_again: TracedAnswer | None
+    device: TracedAnswer | None
+    restored: TracedAnswer | None
+    kept_tokens: int | None
+    kept_expected_tokens: int | None
+    restores: int | None
+    restore_submissions: int | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """The last line: how the run ended. A file without it was cut short."""
+
+    KIND: ClassVar[str] = "end"
+
+    ended_unix_s: float
+    outcome: Literal["finished", "interrupted", "failed"]
+    detail: str
+
+
+Record: TypeAlias = RunRecord | ArmRecord | TurnRecord | EquivalenceRecord | EndRecord
+
+_LINES: dict[str, type[Any]] = {
+    cls.KIND: cls for cls in (RunRecord, ArmRecord, TurnRecord, EquivalenceRecord, EndRecord)
+}
+PARTS: tuple[type[Any], ...] = (RetryNote, TracedAnswer)
+"""Records that appear inside others and have no line of their own."""
+
+
+def kinds() -> Mapping[str, type[Any]]:
+    """Every record that has a line of its own, by kind."""
+    return types.MappingProxyType(_LINES)
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    return {"record": record.KIND, "version": RECORD_VERSION, **dataclasses.asdict(record)}
+
+
+def from_json(value: Mapping[str, Any]) -> Record:
+    """Raises RecordRefused for whatever `to_json` of this version would not have written."""
+    kind, version = value.get("record"), value.get("version")
+    if version != RECORD_VERSION:
+        raise RecordRefused(f"record version is {version!r}; this hostcache reads version {RECORD_VERSION}")
+    if not isinstance(kind, str) or kind not in _LINES:
+        raise RecordRefused(f"record kind is {kind!r}; known kinds are {', '.join(sorted(_LINES))}")
+    fields = {name: field for name, field in value.items() if name not in ("record", "version")}
+    record: Record = _build(_LINES[kind], fields, kind)
+    return record
+
+
+def _build(cls: type[Any], value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise RecordRefused(f"{where} is {type(value).__name__}, not an object")
+    hints = get_type_hints(cls)
+    names = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(set(value) - names):
+        raise RecordRefused(f"{where} has the unknown field {unknown[0]!r}")
+    if missing := sorted(names - set(value)):
+        raise RecordRefused(f"{where} lacks the field {missing[0]!r}")
+    return cls(**{name: _value(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for choice in args:
+            try:
+                return _value(choice, value, where)
+            except RecordRefused:
+                continue
+        raise RecordRefused(f"{where} is {value!r}, which is none of the allowed types")
+    if origin is Literal:
+        if value in args:
+            return value
+        raise RecordRefused(f"{where} is {value!r}; allowed are {', '.join(map(repr, args))}")
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        return {key: _value(args[1], item, f"{where}[{key!r}]") for key, item in value.items()}
+    if hint is type(None) and value is None:
+        return None
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _build(hint, value, where)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    raise RecordRefused(f"{where} is {value!r}, which is not {getattr(hint, '__name__', hint)}")
+
+
+class RecordWriter:
+    """Appends records to a new file, each flushed as one whole line, so that an interrupted run stays readable."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileExistsError: a run never overwrites another's records."""
+        self._stream: IO[str] = path.open("x", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        self._stream.write(json.dumps(to_json(record), separators=(",", ":"), allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def write_jsonl(path: Path, records: Iterable[Record]) -> None:
+    """Write a new file. Raises FileExistsError."""
+    writer = RecordWriter(path)
+    try:
+        for record in records:
+            writer.write(record)
+    finally:
+        writer.close()
+
+
+def read_jsonl(path: Path) -> Iterator[Record]:
+    """Records in file order. Raises RecordRefused naming file and line."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield from_json(json.loads(line))
+            except (json.JSONDecodeError, AttributeError, RecordRefused) as error:
+                raise RecordRefused(f"{path}, line {number}: {error}") from error
