@@ -89,7 +89,7 @@ class HostCache:
     def device_added(self, chain: KeyChain, start: int, stop: int) -> None:
         """Pages [start, stop) of the chain are on the device, complete and confirmed.
 
-        Pages whose predecessor was never reported, or was forgotten meanwhile, are not tracked: they could not be reached.
+        Pages whose predecessor was never reported, or was forgotten meanwhile, are not tracked: nothing could reach them.
         """
         if self._off is None and (not start or chain.keys[start - 1] in self._table.index):
             slots, added = self._table.add(chain, start, stop)
@@ -309,7 +309,7 @@ class HostCache:
         frames = self._pool.take(room, behind)
         table.fill(part, frames)
         table.fate[part] = t.LEAVING if leaving else t.UNDECIDED
-        table.pin(part)
+        self._pin(part)
         job = StoreJob(job_id=self.new_job_id(), keys=tuple(table.keys_of(part)), frames=frames)
         self._stores[job.job_id] = _Store(part, now_s)
         self._next_store_s = now_s + self.config.store_pace_s
@@ -339,6 +339,7 @@ class HostCache:
         table = self._table
         frames = table.drop(store.slots)
         table.fate[store.slots] = fate
+        self._count.pins_released += len(store.slots)
         table.unpin(store.slots)
         for slot in store.slots[::-1].tolist():
             if not table.device[slot]:
@@ -372,7 +373,7 @@ class HostCache:
         slots = self._table.resident_run(match.chain, match.start, match.start + match.pages)
         if not len(slots):
             return Refused(reason=Reason.EVICTED)
-        self._table.pin(slots)
+        self._pin(slots)
         job_id = self.new_job_id()
         self._reserved[job_id] = slots
         self._count.reservations += 1
@@ -556,7 +557,12 @@ class HostCache:
             if self._table.dead[slot]:  # else it went already, with a page behind it
                 self._bury(slot)
 
+    def _pin(self, slots: t.Slots) -> None:
+        self._count.pins_taken += len(slots)
+        self._table.pin(slots)
+
     def _unpin(self, slots: t.Slots) -> None:
+        self._count.pins_released += len(slots)
         self._table.unpin(slots)
         self._bury_all(slots[self._table.dead[slots] == 1][::-1].tolist())
 
@@ -626,6 +632,8 @@ class HostCache:
             np.add.at(owned, slots, 1)
         if (owned != table.pins).any():
             raise InvariantBroken(f"{int(table.pins[live].sum())} pins, but their owners hold {int(owned.sum())} pages")
+        if self._count.pins_taken - self._count.pins_released != int(owned.sum()):
+            raise InvariantBroken(f"{self._count.pins_taken} − {self._count.pins_released} pins are not the live ones")
         parents = table.parent[live]
         child = live[(parents != t.NONE) & (table.state[live] != t.ABSENT) & (table.dead[live] == 0)]
         above = table.parent[child]

@@ -82,6 +82,6 @@ class History:
     def _add(self, notes: dict[int, int]) -> None:
         self._young.update(notes)
         if len(self._young) > self._half:
-            if self._old.keys() - self._young.keys():
+            if self.exact and any(i not in self._young for i in self._old):
                 self.exact = False
             self._old, self._young = self._young, {}

@@ -105,8 +105,10 @@ def _digests(
     tokens: Sequence[int] | npt.NDArray[np.int32], identity: Identity, last: bytes
 ) -> tuple[tuple[PageKey, ...], tuple[bytes, ...]]:
     wide = np.asarray(tokens)
-    if wide.size and (wide.dtype.kind not in "iu" or int(wide.min()) < 0 or int(wide.max()) >= 2**31):
-        raise ValueError(f"token ids must be integers in 0 … 2^31-1, got {wide.dtype} with minimum {wide.min()}")
+    if wide.size and wide.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers in 0 … 2^31-1, got {wide.dtype}")
+    if wide.size and (int(wide.min()) < 0 or int(wide.max()) >= 2**31):
+        raise ValueError(f"token ids must be integers in 0 … 2^31-1, got {wide.min()} … {wide.max()}")
     data = np.ascontiguousarray(wide, dtype="<i4").tobytes()
     step = 4 * identity.page_tokens
     salt = identity.digest

@@ -99,7 +99,7 @@ class FramePool:
         length = int(self._length[longest])
         if length >= 8 * want:
             return longest, longest + length // 2
-        for bucket in self._buckets[want.bit_length() :]:
+        for bucket in self._buckets[(want - 1).bit_length() :]:
             if bucket:
                 run = next(reversed(bucket))
                 return run, run

@@ -37,6 +37,8 @@ class Counters:
     host_evicted_pages: int = 0
     orphaned_pages: int = 0
     late_completions: int = 0
+    pins_taken: int = 0
+    pins_released: int = 0
     peak_frames: int = 0
 
     def copy(self) -> Counters:
@@ -74,6 +76,7 @@ class TierStats:
             "snapshots": self.snapshots,
             "live_reservations": self.live_reservations,
             "live_stores": self.live_stores,
+            "live_pins": self.counters.pins_taken - self.counters.pins_released,
             "quota_bytes": self.frames * size,
             "bytes_used": (self.frames - self.free_frames) * size,
             "peak_bytes": self.counters.peak_frames * size,
@@ -92,6 +95,7 @@ _GAUGES = {
     "bytes_used": "Host bytes in use: resident, filling and quarantined frames. Free frames are not counted.",
     "resident_bytes": "Host bytes of pages that can be restored. Copies under way are not counted.",
     "filling_bytes": "Host bytes that a write-back is filling now.",
+    "live_pins": "Pins that a restore or a write-back holds now: taken − released.",
     "pinned_bytes": "Host bytes that a restore or a write-back holds in place.",
     "duplicate_bytes": "Host bytes of pages that are on the device too.",
     "dirty_bytes": "Device bytes without a host copy. Pages not yet retained are not counted.",
@@ -119,6 +123,8 @@ _COUNTERS = {
     "host_evictions": "Runs of pages that left the host to make room.",
     "orphaned_pages": "Pages dropped because the page before them had left every tier: waste, should stay 0.",
     "late_completions": "Completions of copies that had been given up.",
+    "pins_taken": "Pages pinned for a restore or a write-back, each time counted.",
+    "pins_released": "Pins given back: taken − released are live, zero when no copy is.",
 }
 
 
