@@ -212,7 +212,7 @@ def test_with_no_pressure_no_byte_moves_and_the_output_is_that_of_an_engine_with
         if record.tier is not None:
             counters = record.tier.counters
             assert (counters.store_bytes, counters.restore_bytes, counters.stores_issued) == (0, 0, 0)
-            assert (record.transfers.evict_waits, record.transfers.prefill_holds) == (0, 0)
+            assert (record.tier.counters.evict_waits, record.transfers.prefill_holds) == (0, 0)
         return answers, rig.model.batches
 
     assert run(Mode.ON_PRESSURE) == run(Mode.OFF)

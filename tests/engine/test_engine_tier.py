@@ -299,7 +299,7 @@ def test_an_eviction_never_waits_beyond_its_budget() -> None:
         while not rig.finished(name):
             rig.step(0.001)
         assert rig.clock.now() - asked_s <= 0.2 + 0.02
-    assert rig.engine.record().transfers.evict_waits > 0
+    assert rig.engine.tier.stats().counters.evict_waits > 0
     copier_of(rig).release()
     rig.run()
     rig.assert_at_rest()

@@ -87,7 +87,6 @@ class _Store:
 @dataclass(slots=True)
 class DeviceCounters:
     evictions: int = 0
-    evict_waits: int = 0
     store_submissions: int = 0
     """copy calls of completed write-backs"""
     verify_failures: int = 0
@@ -146,17 +145,17 @@ class DeviceCache:
     def end_quarantine(self, pages: Sequence[int]) -> None:
         self._gone(self.pages.drop(Hold.LATE, pages))
 
-    def publish(self, chain: KeyChain, pages: list[int], start: int, stop: int) -> None:
-        """Pages start … stop-1 of a request are completely written. Where another page has that key already, the
-        request goes on with that one (`pages` is changed) and its own comes free."""
-        for i in range(start, stop):
-            holder = self.pages.publish(chain.keys[i], pages[i])
-            if holder != pages[i]:
-                self.pages.hold(Hold.USE, [holder])
-                self.release([pages[i]])
-                pages[i] = holder
-        if start < stop:
+    def publish(self, chain: KeyChain, pages: Sequence[int], start: int, stop: int) -> list[int]:
+        """Pages start … stop-1 of a request are completely written. Returns the pages that serve their keys now.
+
+        Where an older page has the key, that one goes on to serve it, and the request goes on reading its own: an equal
+        prefix computed in other chunks is rounded differently, so to change pages in mid-request would make its output
+        depend on what else was on the device.
+        """
+        serving = [self.pages.publish(chain.keys[i], pages[i]) for i in range(start, stop)]
+        if serving:
             self._tier.device_added(chain, start, stop)
+        return serving
 
     # ---- room
 
@@ -176,9 +175,10 @@ class DeviceCache:
         return Room.READY if self.pages.free >= count else Room.COMING
 
     def retain(self, kind: Kind, chain: KeyChain, pages: Sequence[int], choices: CacheChoices, now_s: float) -> None:
-        """A prompt or turn completed: its published pages stay on the device until evicted."""
+        """A prompt or turn completed: the pages that serve its keys stay on the device until evicted."""
         if not pages:
             return
+        pages = self.publish(chain, pages, 0, len(pages))  # an older page may have left since it was published
         superseded = self.banks.superseded_by(kind, chain)
         for old in superseded:
             self.banks.remove(old)
@@ -244,9 +244,9 @@ class DeviceCache:
             self._try_to_leave(entry, now_s)
         return bool(ended or overdue or moved != len(self._leaving)), restores
 
-    def verified(self, keys: Sequence[PageKey], pages: Sequence[int]) -> bool:
-        """Do these restored pages hold what was stored? True where nothing was to be compared."""
-        good = True
+    def corrupt(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[PageKey]:
+        """Which of these restored pages do not hold what was stored. None where nothing was to be compared."""
+        bad = []
         for key, page in zip(keys, pages, strict=True):
             digest = self._digests.get(key)
             if digest is None:
@@ -254,8 +254,8 @@ class DeviceCache:
             self.counters.pages_verified += 1
             if blake2b(self._read_page(page), digest_size=16).digest() != digest:
                 self.counters.verify_failures += 1
-                good = False
-        return good
+                bad.append(key)
+        return bad
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -327,7 +327,7 @@ class DeviceCache:
                     self._expire(job_id)
         elif any(job_id in self._stores for job_id in entry.jobs):
             return
-        if stays < len(snapshot.pages) and not self._may_go(entry, stays, expired, now_s):
+        if not self._may_go(entry, stays, expired, now_s):
             return
         del self._leaving[snapshot.id]
         self.counters.evictions += 1
@@ -343,7 +343,6 @@ class DeviceCache:
             entry.jobs = answer.job_ids
             if entry.deadline_s is None:
                 entry.deadline_s = now_s + answer.budget_s
-                self.counters.evict_waits += 1
         return not isinstance(answer, Wait)
 
     def _let_go(self, snapshot: Snapshot) -> None:

@@ -43,6 +43,9 @@ QUARANTINE_PATIENCE_S = 30.0
 LINGER_S = 0.05
 """The longest moment a step waits for copies before it goes on without them."""
 
+LEAST_HISTORY = 1 << 16
+"""Pages remembered by the books at least, so that a small pool without a tier has an exact bound too."""
+
 PUBLISH_EVERY_S = 0.1
 """How old the published record may grow while nobody's request ends: taking it costs time at each step."""
 
@@ -99,7 +102,7 @@ class Engine:
         self._copier = copier
         self._tier_config = tier if copier is not None else replace(tier, mode=Mode.OFF)
         pages = int(pool.shape[0])
-        history = History(16 * (tier.frames or pages))
+        history = History(max(16 * max(tier.frames, pages), LEAST_HISTORY))
         self.tier = HostCache(self._tier_config, history=history)
         self.accounting = Accounting(config.page_tokens, history, self.tier)
         self.device = DeviceCache(pages=pages, bank_entries=config.bank_entries, tier=self.tier,
@@ -417,7 +420,7 @@ class Engine:
             requests_failed=self._count.failed, prefill_tokens=self._count.prefill_tokens,
             decode_tokens=self._count.decode_tokens, steps=self._count.steps)
         transfers = TransferStats(
-            prefill_holds=scheduler.counters.prefill_holds, evict_waits=device.counters.evict_waits,
+            prefill_holds=scheduler.counters.prefill_holds,
             restore_submissions=self.restores.counters.submissions,
             store_submissions=device.counters.store_submissions, verify_failures=device.counters.verify_failures,
             pages_verified=device.counters.pages_verified,

@@ -148,7 +148,8 @@ class Restores:
                 self._device.end_quarantine(self._late.pop(done.job_id, ()))
                 continue
             self._forget(restore)
-            good = done.error is None and self._device.verified(restore.reservation.keys, restore.pages)
+            corrupt = [] if done.error else self._device.corrupt(restore.reservation.keys, restore.pages)
+            good = done.error is None and not corrupt
             if good:
                 self._tier.commit(restore.reservation, done)
                 self.counters.submissions += done.submissions
@@ -156,6 +157,7 @@ class Restores:
                 self._rates.saw_restore(done.copied_bytes, done.finished_s - done.started_s)
             else:
                 self._tier.abandon(restore.reservation, Reason.FAILED, copying=False)
+                self._tier.distrust(corrupt)
             ended.append(Ended(restore=restore, reason=None if good else Reason.FAILED))
         for restore in [r for r in self._live.values() if now_s >= r.deadline_s]:
             ended.append(self.give_up(restore, Reason.LATE))

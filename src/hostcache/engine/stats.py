@@ -86,7 +86,6 @@ class TransferStats:
     """What the driver knows of the tier's work, beside the tier's own record."""
 
     prefill_holds: int
-    evict_waits: int
     restore_submissions: int
     store_submissions: int
     verify_failures: int
@@ -113,10 +112,8 @@ class StatsRecord:
             host = {
                 **self.tier.as_json(),
                 "prefill_holds": self.transfers.prefill_holds,
-                "evict_waits": self.transfers.evict_waits,
                 "restore_submissions": self.transfers.restore_submissions,
                 "store_submissions": self.transfers.store_submissions,
-                "device_evictions": self.engine.device_evictions,
                 "verify_failures": self.transfers.verify_failures,
                 "pages_verified": self.transfers.pages_verified,
                 "restore_latency": self.transfers.restore_latency.as_json(),

@@ -52,6 +52,7 @@ class _Snapshot:
     store_pages: int
     skipped: bool = False
     evicting: bool = False
+    waited: bool = False
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class HostCache:
     def device_added(self, chain: KeyChain, start: int, stop: int) -> None:
         """Pages [start, stop) of the chain are on the device, complete and confirmed.
 
-        Pages whose predecessor was never reported, or was forgotten meanwhile, are not tracked: nothing could reach them.
+        Pages whose predecessor was never reported, or was forgotten, are not tracked: nothing could reach them.
         """
         if self._off is None and (not start or chain.keys[start - 1] in self._table.index):
             slots, added = self._table.add(chain, start, stop)
@@ -230,7 +231,8 @@ class HostCache:
         mine = {job.job_id for job in jobs}
         running = tuple(i for i, s in self._stores.items() if i in mine or np.isin(going, s.slots).any())
         if running and not expired:
-            self._count.evict_waits += 1
+            self._count.evict_waits += not snapshot.waited
+            snapshot.waited = True
             return Wait(job_ids=running, budget_s=self.config.copy_budget_s, jobs=tuple(jobs))
         missing = going[states != t.RESIDENT]
         self._count.evict_drops_uncached += 1
@@ -415,6 +417,19 @@ class HostCache:
             raise ValueError(f"reservation {reservation.job_id} has ended already; commit or abandon it exactly once")
         return slots
 
+    def distrust(self, keys: Sequence[PageKey]) -> None:
+        """The host's bytes of these pages are not what was stored: they are never offered again."""
+        table = self._table
+        for slot in reversed(table.find(keys).tolist()):
+            if slot == t.NONE or table.state[slot] != t.RESIDENT:
+                continue
+            if table.pins[slot]:
+                self._kill(slot, Departure.FAILED)
+                continue
+            self._pool.give_back(table.drop(np.array([slot], dtype=np.int64)))
+            if not table.device[slot]:
+                self._collapse(slot, Departure.FAILED)
+
     # ---- forgetting
 
     def forget(self, identity: Identity | None = None) -> None:
@@ -464,6 +479,10 @@ class HostCache:
         if (duplicate := table.youngest(t.DUPLICATE)) is not None:
             return duplicate, False
         once, came_back = table.oldest(t.ONCE), table.oldest(t.RETURNED)
+        # A copy whose page the device is about to drop as well is as good as the newcomer's: to trade one for the other
+        # would only move bytes. It was written lately, so nothing older is left in its list.
+        once = None if once is not None and table.device[once] else once
+        came_back = None if came_back is not None and table.device[came_back] else came_back
         if once is not None:
             return once, not returned
         if came_back is None:
