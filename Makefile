@@ -67,9 +67,11 @@ $(VENV)/bin/python:
 	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all]'
+	@echo "installing into $(VENV): about 1.3 GB with the CPU build of torch, a minute or two" >&2
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all]'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all,dev]'
+	@echo "installing into $(VENV): about 1.3 GB with the CPU build of torch, a minute or two" >&2
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all,dev]'
 	@touch $@ $(VENV)/.ready

@@ -34,7 +34,6 @@ THIRD_PARTY = {
     "tokenizers": ("engine",),
     "jinja2": ("engine",),
     "gguf": ("engine",),
-    "starlette": ("engine",),
     "uvicorn": ("engine",),
     "uvloop": ("engine",),
     "httptools": ("engine",),

@@ -352,7 +352,7 @@ def describe_machine() -> dict[str, int | float | str]:
                 facts["memory_bytes"] = int(line.split()[1]) * 1024
     with contextlib.suppress(OSError, ValueError):
         facts["load_1m"] = float(Path("/proc/loadavg").read_text(encoding="ascii").split()[0])
-    for package in ("torch", "numpy", "httpx", "starlette", "uvicorn"):
+    for package in ("torch", "numpy", "httpx", "uvicorn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     return facts

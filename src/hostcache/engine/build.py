@@ -48,8 +48,8 @@ class _Host:
 def build_engine(settings: Settings, clock: Clock, log: Log) -> EngineHandle:
     """Load, size, check, start. Raises ModelError, ConfigError or MemoryRefused, one line with the way out."""
     cache_dir = None if settings.model_dir is None else Path(settings.model_dir).expanduser()
-    model, tokenizer = load_model(settings.model, device=settings.device, threads=settings.threads,
-                                  cache_dir=cache_dir)
+    model, tokenizer = load_model(settings.model, device=settings.device, dtype=settings.dtype,
+                                  threads=settings.threads, cache_dir=cache_dir)
     return start_engine(model, tokenizer, settings, clock, log)
 
 

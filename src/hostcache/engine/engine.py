@@ -13,6 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hostcache.clock import Clock
+from hostcache.engine.audit import TokenAudit
 from hostcache.engine.banks import Kind
 from hostcache.engine.device import DeviceCache, Verify
 from hostcache.engine.interfaces import CausalModel, Row, Tokenizer
@@ -108,12 +109,14 @@ class Engine:
         self.device = DeviceCache(pages=pages, bank_entries=config.bank_entries, tier=self.tier,
                                   config=self._tier_config, copier=copier, read_page=self._page_bytes,
                                   verify=config.verify)
+        self.audit = TokenAudit(config.page_tokens, history.capacity) if config.verify is Verify.ALWAYS else None
         self.rates = Rates()
         self.restores = Restores(tier=self.tier, config=self._tier_config, device=self.device, copier=copier,
                                  rates=self.rates)
         self.scheduler = Scheduler(device=self.device, restores=self.restores, tier=self.tier,
                                    accounting=self.accounting, slots=config.slots,
-                                   prefill_batch_tokens=config.prefill_batch_tokens, page_tokens=config.page_tokens)
+                                   prefill_batch_tokens=config.prefill_batch_tokens, page_tokens=config.page_tokens,
+                                   audit=self.audit)
         self._eos = frozenset(tokenizer.eos_ids) | frozenset(model.spec.eos_ids)
         self._requests: dict[str, Live] = {}
         self._outbox: list[tuple[Live, GenerationEvent]] = []
@@ -424,6 +427,7 @@ class Engine:
             restore_submissions=self.restores.counters.submissions,
             store_submissions=device.counters.store_submissions, verify_failures=device.counters.verify_failures,
             pages_verified=device.counters.pages_verified,
+            token_mismatches=0 if self.audit is None else self.audit.mismatches,
             restore_latency=self._restore_latency.frozen(), store_latency=self._store_latency.frozen())
         tier = self.tier.stats() if self.device.tier_on else None
         return StatsRecord(engine=engine, accounting=self.accounting.stats(), tier=tier, transfers=transfers,

@@ -68,6 +68,8 @@ class Live:
     """It waited while another request computed its next page."""
     wanted_pages: int | None = None
     """What its last try of admission was short of or took."""
+    agreed_pages: int | None = None
+    """With an audit: the leading pages whose keys stand for these very tokens."""
     prompt_retained: bool = False
     stale: bool = False
     """The caches were reset while it ran: it publishes and leaves nothing."""
@@ -89,7 +91,8 @@ class Live:
     @property
     def loadable_pages(self) -> int:
         """Leading pages it may be served: its last token is always computed."""
-        return (len(self.tokens) - 1) // self.page_tokens
+        pages = (len(self.tokens) - 1) // self.page_tokens
+        return pages if self.agreed_pages is None else min(pages, self.agreed_pages)
 
     @property
     def pages_to_start(self) -> int:

@@ -12,6 +12,7 @@ from bisect import insort
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from hostcache.engine.audit import TokenAudit
 from hostcache.engine.banks import Kind
 from hostcache.engine.device import CacheChoices, DeviceCache, Room
 from hostcache.engine.live import Live, State
@@ -55,7 +56,7 @@ class _Verdict(Enum):
 
 class Scheduler:
     def __init__(self, *, device: DeviceCache, restores: Restores, tier: HostCache, accounting: Accounting, slots: int,
-                 prefill_batch_tokens: int, page_tokens: int) -> None:
+                 prefill_batch_tokens: int, page_tokens: int, audit: TokenAudit | None = None) -> None:
         self.slots = slots
         self.counters = SchedulerCounters()
         self._device = device
@@ -64,6 +65,7 @@ class Scheduler:
         self._accounting = accounting
         self._batch_tokens = prefill_batch_tokens
         self._page_tokens = page_tokens
+        self._audit = audit
         self._queue: list[Live] = []
         """In order of submission, whatever comes back to it."""
         self._active: dict[str, Live] = {}
@@ -95,6 +97,8 @@ class Scheduler:
             live.chain = live.chain.extend(live.tokens[len(live.chain) * page_tokens : whole * page_tokens])
         if not live.stale:
             self._device.publish(live.chain, live.pages, before, whole)
+            if self._audit is not None:
+                self._audit.note(live.chain.keys, live.tokens, before, whole)
 
     def retain_prompt(self, live: Live, now_s: float) -> None:
         """Its whole prompt is written."""
@@ -238,6 +242,8 @@ class Scheduler:
 
     def _try_admit(self, live: Live, now_s: float) -> _Verdict:
         claimed = live.claim
+        if self._audit is not None:
+            live.agreed_pages = self._audit.agreed(live.chain.keys, live.tokens)
         pages = self._device.match(live.chain.keys[: live.loadable_pages])
         self._device.release(claimed)
         live.claim = []

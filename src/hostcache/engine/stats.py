@@ -90,6 +90,7 @@ class TransferStats:
     store_submissions: int
     verify_failures: int
     pages_verified: int
+    token_mismatches: int
     restore_latency: HistogramRecord
     store_latency: HistogramRecord
 
@@ -116,6 +117,7 @@ class StatsRecord:
                 "store_submissions": self.transfers.store_submissions,
                 "verify_failures": self.transfers.verify_failures,
                 "pages_verified": self.transfers.pages_verified,
+                "token_mismatches": self.transfers.token_mismatches,
                 "restore_latency": self.transfers.restore_latency.as_json(),
                 "store_latency": self.transfers.store_latency.as_json(),
             }
@@ -175,6 +177,9 @@ def _transfer_lines(record: TransferStats) -> Iterator[str]:
     yield from _family("hostcache_verify_failures_total", "counter",
                        "Restored pages whose bytes were not the stored ones. Pages not compared are not counted.",
                        record.verify_failures)
+    yield from _family("hostcache_token_mismatches_total", "counter",
+                       "Pages found under a key of other tokens. Compared with host_cache_verify always only.",
+                       record.token_mismatches)
     for name, text, histogram in (
         ("restore", "From reservation to commit of committed restores.", record.restore_latency),
         ("store", "From submission to completion of write-backs.", record.store_latency),

@@ -19,6 +19,7 @@ class History:
     """64-bit digest → note (a non-negative integer, 0 when the page has not left). At most `entries` of each kind."""
 
     def __init__(self, entries: int) -> None:
+        self.capacity = entries
         self._half = max(1, entries // 2)
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
