@@ -25,7 +25,7 @@ import torch
 SEGMENT_TOKENS = 256
 """Target length of a decode segment (rounded up to whole pages). Part of the numbers: changing it moves rounding."""
 
-SLAB_BYTES_CPU = 8 << 20
+SLAB_BYTES_CPU = 4 << 20
 """Scratch of one decode slab on a CPU: small enough to be read back from the last-level cache."""
 
 SLAB_BYTES_DEVICE = 256 << 20
@@ -116,7 +116,30 @@ def plan_prefill(pages: Sequence[int], *, first: int, count: int, past: int, geo
     return PrefillPlan(first=first, count=count, past=past, page_ids=ids)
 
 
-def decode(query: torch.Tensor, layer_pool: torch.Tensor, plan: DecodePlan, geometry: Geometry) -> torch.Tensor:
+class Scratch:
+    """Where contexts are laid out in one piece: one buffer for every layer and step, as large as the largest so far.
+
+    A fresh buffer per layer would cost more in page faults than the copy into it. One user at a time.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(self, layer_pool: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [kv_heads, pages * page_tokens, head_dim] of layer_pool [pages, 2, kv_heads, page_tokens,
+        head_dim], each head's context in one piece; valid until the next call."""
+        _, two, kv_heads, page_tokens, head_dim = layer_pool.shape
+        pages = page_ids.shape[0]
+        needed = two * kv_heads * pages * page_tokens * head_dim
+        if self._buffer.numel() < needed or self._buffer.dtype != layer_pool.dtype:
+            self._buffer = layer_pool.new_empty(needed)
+        laid = self._buffer[:needed].view(two, kv_heads, pages, page_tokens, head_dim)
+        torch.index_select(layer_pool, 0, page_ids, out=laid.permute(2, 0, 1, 3, 4))
+        return laid[0].flatten(1, 2), laid[1].flatten(1, 2)
+
+
+def decode(query: torch.Tensor, layer_pool: torch.Tensor, plan: DecodePlan, geometry: Geometry,
+           scratch: Scratch) -> torch.Tensor:
     """query [rows, kv_heads, group, head_dim], layer_pool [pages, 2, kv_heads, page_tokens, head_dim], the new token
     already in it → [rows, kv_heads, group, head_dim]."""
     segments = plan.row_of_segment.shape[0]
@@ -125,12 +148,9 @@ def decode(query: torch.Tensor, layer_pool: torch.Tensor, plan: DecodePlan, geom
     queries = query if segments == plan.rows else query.index_select(0, plan.row_of_segment)
     outs: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
-    scratch = new_scratch(layer_pool, plan.slab_segments * pages_per_segment)
     for start in range(0, segments, plan.slab_segments):
         stop = min(segments, start + plan.slab_segments)
-        pages = (stop - start) * pages_per_segment
-        ids = plan.page_ids[start * pages_per_segment:stop * pages_per_segment]
-        keys, values = gather(layer_pool, ids, scratch[:, :, :pages])
+        keys, values = scratch.gather(layer_pool, plan.page_ids[start * pages_per_segment:stop * pages_per_segment])
         shape = (geometry.kv_heads, stop - start, segment_tokens, geometry.head_dim)
         out, lse = attend(queries[start:stop], keys.view(shape).transpose(0, 1), values.view(shape).transpose(0, 1),
                           mask=plan.mask[start:stop])
@@ -150,32 +170,18 @@ def decode(query: torch.Tensor, layer_pool: torch.Tensor, plan: DecodePlan, geom
 
 
 def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_pool: torch.Tensor, plan: PrefillPlan,
-            geometry: Geometry) -> torch.Tensor:
+            geometry: Geometry, scratch: Scratch) -> torch.Tensor:
     """query [count, kv_heads, group, head_dim], key and value [count, kv_heads, head_dim] of the chunk itself → as
     query."""
     queries = query.permute(1, 2, 0, 3)
     out, lse = attend(queries, _per_group(key.transpose(0, 1), geometry), _per_group(value.transpose(0, 1), geometry),
                       causal=True)
     if plan.page_ids is not None:
-        scratch = new_scratch(layer_pool, plan.page_ids.shape[0])
-        keys, values = gather(layer_pool, plan.page_ids, scratch)
+        keys, values = scratch.gather(layer_pool, plan.page_ids)
         before, before_lse = attend(queries, _per_group(keys[:, :plan.past], geometry),
                                     _per_group(values[:, :plan.past], geometry))
         out = merge_two(before, before_lse, out, lse)
     return out.permute(2, 0, 1, 3)
-
-
-def new_scratch(layer_pool: torch.Tensor, pages: int) -> torch.Tensor:
-    """[2, kv_heads, pages, page_tokens, head_dim]"""
-    _, two, kv_heads, page_tokens, head_dim = layer_pool.shape
-    return layer_pool.new_empty(two, kv_heads, pages, page_tokens, head_dim)
-
-
-def gather(layer_pool: torch.Tensor, page_ids: torch.Tensor,
-           scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [kv_heads, pages * page_tokens, head_dim], each head's context in one piece."""
-    torch.index_select(layer_pool, 0, page_ids, out=scratch.permute(2, 0, 1, 3, 4))
-    return scratch[0].flatten(1, 2), scratch[1].flatten(1, 2)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None = None,

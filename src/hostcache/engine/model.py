@@ -89,6 +89,7 @@ class LlamaModel:
         self._norm = take("model.norm.weight")
         head = self._embedding if spec.tie_embeddings else take("lm_head.weight")
         self._head = packed_linear(head, None)
+        self._scratch = attention.Scratch()
         self._cos, self._sin = rope_tables(spec, device=device, dtype=dtype)
 
     @property
@@ -138,9 +139,11 @@ class LlamaModel:
         outs = []
         for plan in step.prefills:
             chunk = slice(plan.first, plan.first + plan.count)
-            outs.append(attention.prefill(query[chunk], key[chunk], value[chunk], layer_pool, plan, geometry))
+            outs.append(attention.prefill(query[chunk], key[chunk], value[chunk], layer_pool, plan, geometry,
+                                          self._scratch))
         if step.decodes is not None:
-            outs.append(attention.decode(query[step.decode_first:], layer_pool, step.decodes, geometry))
+            outs.append(attention.decode(query[step.decode_first:], layer_pool, step.decodes, geometry,
+                                         self._scratch))
         mixed = outs[0] if len(outs) == 1 else torch.cat(outs)
         return mixed.reshape(hidden.shape[0], spec.heads * spec.head_dim)
 
