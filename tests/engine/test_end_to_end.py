@@ -151,7 +151,8 @@ def test_a_killed_client_in_mid_stream_costs_its_own_answer_only(server: Server)
                        "stream": True})
     script = ("import sys, urllib.request as u\n"
               f"r = u.Request('{server.url}/v1/completions', sys.argv[1].encode())\n"
-              "r.add_header('Content-Type', 'application/json')\nprint(u.urlopen(r).readline(), flush=True)\nsys.stdin.read()")
+              "r.add_header('Content-Type', 'application/json')\n"
+              "print(u.urlopen(r).readline(), flush=True)\nsys.stdin.read()")
     client = subprocess.Popen([sys.executable, "-c", script, body], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with client:
         assert client.stdout is not None

@@ -125,9 +125,10 @@ def test_a_row_that_does_not_fit_is_refused_with_its_numbers(tiny: LlamaModel, t
 def test_packed_products_equal_plain_ones() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(40, 24, generator=generator), torch.randn(40, generator=generator)
-    for rows in (1, 3, 70):
+    for rows in (1, 2, 3, 70):
         x = torch.randn(rows, 24, generator=generator)
         torch.testing.assert_close(packed_linear(weight, bias)(x), torch.nn.functional.linear(x, weight, bias))
+        torch.testing.assert_close(packed_linear(weight, None, keep_plain=True)(x), x @ weight.T)
 
 
 def test_half_precision_takes_the_plain_path_to_nearby_logits(tiny: LlamaModel) -> None:

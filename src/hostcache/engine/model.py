@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from hostcache.engine import attention
 from hostcache.engine.interfaces import ModelSpec, Row
 
+_FEW_ROWS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
@@ -39,8 +41,7 @@ class _Step:
     """Where the tokens of one step stand and go: all that is the same in every layer."""
 
     tokens: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turns: torch.Tensor
     page_of_token: torch.Tensor
     slot_of_token: torch.Tensor
     prefills: tuple[attention.PrefillPlan, ...]
@@ -62,14 +63,16 @@ class LlamaModel:
         self._dtype = dtype
 
         def take(name: str) -> torch.Tensor:
-            return tensors[name].to(device=device, dtype=dtype)
+            tensor = tensors[name].to(device=device, dtype=dtype)
+            turned = any(f".{part}." in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+            return pair_neighbours(tensor, spec.head_dim) if turned else tensor
 
-        def linear(*names: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def linear(*names: str, keep_plain: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
             weight = torch.cat([take(f"{name}.weight") for name in names])
             biases = [f"{name}.bias" for name in names]
             present = [name for name in biases if name in tensors]
             bias = torch.cat([take(name) for name in biases]) if present else None
-            return packed_linear(weight, bias)
+            return packed_linear(weight, bias, keep_plain=keep_plain)
 
         self._embedding = take("model.embed_tokens.weight").contiguous()
         self._layers: list[_Layer] = []
@@ -83,14 +86,15 @@ class LlamaModel:
                 k_norm=take(f"{prefix}.self_attn.k_norm.weight") if spec.qk_norm else None,
                 attention_out=linear(f"{prefix}.self_attn.o_proj"),
                 mlp_norm=take(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+                # The largest by far: worth its plain copy.
+                gate_up=linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", keep_plain=True),
                 down=linear(f"{prefix}.mlp.down_proj"),
             ))
         self._norm = take("model.norm.weight")
         head = self._embedding if spec.tie_embeddings else take("lm_head.weight")
-        self._head = packed_linear(head, None)
-        self._scratch = attention.Scratch()
-        self._cos, self._sin = rope_tables(spec, device=device, dtype=dtype)
+        self._head = packed_linear(head, None, keep_plain=spec.tie_embeddings)
+        self._turns = rope_turns(spec).to(device)
+        self._scratch: attention.Scratch | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -109,12 +113,14 @@ class LlamaModel:
         """See `CausalModel.forward`. Raises ValueError for a row without tokens, with too few pages, or past the
         model's last position."""
         spec = self._spec
-        geometry = attention.Geometry(kv_heads=spec.kv_heads, group=spec.heads // spec.kv_heads,
-                                      head_dim=spec.head_dim, page_tokens=page_tokens)
-        step = self._plan(rows, pool, geometry)
+        if self._scratch is None or self._scratch.geometry.page_tokens != page_tokens:
+            geometry = attention.Geometry(kv_heads=spec.kv_heads, group=spec.heads // spec.kv_heads,
+                                          head_dim=spec.head_dim, page_tokens=page_tokens)
+            self._scratch = attention.Scratch(geometry, self._dtype, self._device)
+        step = self._plan(rows, pool, self._scratch)
         hidden = F.embedding(step.tokens, self._embedding)
         for index, layer in enumerate(self._layers):
-            mixed = self._attention(layer, hidden, pool[:, index], step, geometry)
+            mixed = self._attention(layer, hidden, pool[:, index], step)
             if index == spec.layers - 1:
                 # Beyond here only the last token of each row is looked at.
                 hidden, mixed = hidden.index_select(0, step.last), mixed.index_select(0, step.last)
@@ -123,35 +129,32 @@ class LlamaModel:
             hidden = hidden + layer.down(F.silu(gate).mul_(up))
         return self._head(self._rms(hidden, self._norm)).float()
 
-    def _attention(self, layer: _Layer, hidden: torch.Tensor, layer_pool: torch.Tensor, step: _Step,
-                   geometry: attention.Geometry) -> torch.Tensor:
+    def _attention(self, layer: _Layer, hidden: torch.Tensor, layer_pool: torch.Tensor,
+                   step: _Step) -> torch.Tensor:
         spec = self._spec
         turned = spec.heads + spec.kv_heads
-        heads = layer.qkv(self._rms(hidden, layer.attention_norm)).unflatten(-1, (-1, spec.head_dim))
+        heads = layer.qkv(self._rms(hidden, layer.attention_norm)).view(hidden.shape[0], -1, spec.head_dim)
         query_key, value = heads[:, :turned], heads[:, turned:]
         if layer.q_norm is not None and layer.k_norm is not None:
             query_key = torch.cat((self._rms(query_key[:, :spec.heads], layer.q_norm),
                                    self._rms(query_key[:, spec.heads:], layer.k_norm)), dim=1)
-        query_key = rotate(query_key, step.cos, step.sin)
-        query = query_key[:, :spec.heads].unflatten(1, (geometry.kv_heads, geometry.group))
+        query_key = rotate(query_key, step.turns)
+        query = query_key[:, :spec.heads].unflatten(1, (spec.kv_heads, -1))
         key = query_key[:, spec.heads:]
         layer_pool.permute(0, 3, 1, 2, 4)[step.page_of_token, step.slot_of_token] = torch.stack((key, value), dim=1)
         outs = []
         for plan in step.prefills:
-            chunk = slice(plan.first, plan.first + plan.count)
-            outs.append(attention.prefill(query[chunk], key[chunk], value[chunk], layer_pool, plan, geometry,
-                                          self._scratch))
+            outs.append(attention.prefill(query[plan.chunk], key[plan.chunk], value[plan.chunk], layer_pool, plan))
         if step.decodes is not None:
-            outs.append(attention.decode(query[step.decode_first:], layer_pool, step.decodes, geometry,
-                                         self._scratch))
+            outs.append(attention.decode(query[step.decode_first:], layer_pool, step.decodes))
         mixed = outs[0] if len(outs) == 1 else torch.cat(outs)
         return mixed.reshape(hidden.shape[0], spec.heads * spec.head_dim)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._spec.norm_eps)
 
-    def _plan(self, rows: Sequence[Row], pool: torch.Tensor, geometry: attention.Geometry) -> _Step:
-        page_tokens = geometry.page_tokens
+    def _plan(self, rows: Sequence[Row], pool: torch.Tensor, scratch: attention.Scratch) -> _Step:
+        page_tokens = scratch.geometry.page_tokens
         for row in rows:
             end = row.start + len(row.tokens)
             if not row.tokens or len(row.pages) * page_tokens < end or end > self._spec.max_position:
@@ -170,8 +173,8 @@ class LlamaModel:
             row = rows[index]
             end = row.start + len(row.tokens)
             if len(row.tokens) > 1:
-                prefills.append(attention.plan_prefill(row.pages, first=len(tokens), count=len(row.tokens),
-                                                       past=row.start, geometry=geometry, device=self._device))
+                chunk = slice(len(tokens), len(tokens) + len(row.tokens))
+                prefills.append(attention.plan_prefill(row.pages, chunk, row.start, scratch))
             tokens.extend(row.tokens)
             positions.extend(range(row.start, end))
             page_of_token.extend(row.pages[position // page_tokens] for position in range(row.start, end))
@@ -184,26 +187,34 @@ class LlamaModel:
             pool[torch.tensor(fresh_tails, device=self._device)] = 0
         decodes = None
         if singles:
-            decodes = attention.plan_decode([(rows[index].pages, rows[index].start + 1) for index in singles],
-                                            geometry, self._dtype, self._device)
+            decodes = attention.plan_decode([(rows[index].pages, rows[index].start + 1) for index in singles], scratch)
         places = torch.tensor(positions, device=self._device)
-        return _Step(tokens=torch.tensor(tokens, device=self._device), cos=self._cos[places], sin=self._sin[places],
+        return _Step(tokens=torch.tensor(tokens, device=self._device), turns=self._turns[places],
                      page_of_token=torch.tensor(page_of_token, device=self._device),
                      slot_of_token=places % page_tokens, prefills=tuple(prefills), decodes=decodes,
                      decode_first=len(tokens) - len(singles), last=torch.tensor(last, device=self._device))
 
 
-def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x → x weightᵀ + bias for x [tokens, in], weight [out, in]; keeps its own packed copy of the weight."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and _has_packed_linear():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, *,
+                  keep_plain: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x → x weightᵀ + bias for x [tokens, in], weight [out, in]; keeps its own packed copy of the weight.
 
-        def through_onednn(x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-            return out
+    `keep_plain` keeps the weight itself too, for one and two tokens: MKL's product for two columns reads memory 1.4
+    times as fast as any path there is for one, so a single token goes through it twice over.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_packed_linear():
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    plain = weight if keep_plain and bias is None else None
 
-        return through_onednn
-    return lambda x: F.linear(x, weight, bias)
+    def through_onednn(x: torch.Tensor) -> torch.Tensor:
+        if plain is not None and x.shape[0] <= _FEW_ROWS:
+            doubled = x if x.shape[0] == _FEW_ROWS else torch.cat((x, x))
+            return torch.mm(plain, doubled.t()).t()[:x.shape[0]].contiguous()
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
+
+    return through_onednn
 
 
 def _has_packed_linear() -> bool:
@@ -212,21 +223,25 @@ def _has_packed_linear() -> bool:
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [tokens, heads, head_dim] in Hugging Face's half-split order. `sin` carries the sign of
-    its half, see `rope_tables`; both [tokens, 1, head_dim]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [tokens, heads, head_dim] with neighbours as pairs: one complex product."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
-def rope_tables(spec: ModelSpec, *, device: torch.device,
-                dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin [max_position, 1, head_dim]."""
+def rope_turns(spec: ModelSpec) -> torch.Tensor:
+    """complex64 [max_position, 1, head_dim / 2]"""
     half = torch.arange(0, spec.head_dim, 2, dtype=torch.float32)
     frequencies = scaled_frequencies(1.0 / (spec.rope_theta ** (half / spec.head_dim)), spec.rope_scaling)
     angles = torch.outer(torch.arange(spec.max_position, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return (torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device, dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device, dtype))
+    return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+
+
+def pair_neighbours(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of a q or k projection (or of its bias or norm) reordered within each head from Hugging Face's two halves
+    to neighbouring pairs. Scores are sums over a head, so the same order in q and k leaves them as they are."""
+    halves: torch.Tensor = rows.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: Mapping[str, Any] | None) -> torch.Tensor:
