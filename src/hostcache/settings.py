@@ -155,7 +155,8 @@ class Settings:
         500.0, _number, "longest wait for a restore before the request is prefilled cold", unit="ms")
     host_cache_store_pace_ms: float = _setting(0.0, _number, "least time between two write-backs", unit="ms")
     host_cache_verify: str = _setting(
-        "off", _choice("off", "sampled", "always"), "compare the digest of restored pages: off, sampled or always (then the tokens of each hit, too)")
+        "off", _choice("off", "sampled", "always"),
+        "compare the digest of restored pages: off, sampled or always (then the tokens of each hit, too)")
     host_cache_eviction: str = _setting(
         "scan-resistant", _choice("scan-resistant", "lru"), "order of eviction on the host: scan-resistant or lru")
     front_door_slots: int | None = _setting(

@@ -1,1 +1,1 @@
-"""The embedded engine: a compact real inference engine in PyTorch, driving the tier, with an OpenAI-compatible server."""
+"""The embedded engine: a compact real inference engine in PyTorch that drives the tier, and its server."""
