@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import gc
 import importlib
 import json
 import os
@@ -217,6 +218,9 @@ def _serve(args: argparse.Namespace) -> int:
             get_model(settings.model, cache_dir=_model_dir(settings), progress=_tell)
         clock, log = WallClock(), server.JsonLog(sys.stderr, settings.log_level)
         engine = build_engine(settings, clock, log)
+        # Libraries and weights stay for good: the collector need not walk them, which would cost a step each time.
+        gc.collect()
+        gc.freeze()
 
         def ready(url: str) -> None:
             tier = ("host cache off" if engine.stats().get("host_cache") is None else

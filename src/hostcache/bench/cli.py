@@ -20,6 +20,7 @@ from hostcache.bench.demo import describe_machine
 from hostcache.bench.memory import bars as memory_bars
 from hostcache.clock import unix_time
 from hostcache.errors import BARS_MISSED, ConfigError
+from hostcache.settings import settle
 from hostcache.sizes import parse_size
 
 Bar = tuple[str, str, float, bool]
@@ -50,7 +51,9 @@ def _memory(args: argparse.Namespace, err: TextIO) -> dict[str, Any]:
 
 
 def _engine(args: argparse.Namespace, err: TextIO) -> dict[str, Any]:
-    return {"model": args.model, "progress": lambda line: err.write(f"  {line}\n")}
+    directory = settle().settings.model_dir
+    return {"model": args.model, "progress": lambda line: err.write(f"  {line}\n"),
+            "cache_dir": None if directory is None else Path(directory).expanduser()}
 
 
 def _engine_bars(result: Mapping[str, Any]) -> list[Bar]:

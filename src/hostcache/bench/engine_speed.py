@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from hostcache.errors import MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from hostcache.engine.model import LlamaModel
 
@@ -179,14 +182,16 @@ class _Theirs:
         self._clock = clock
         self._transformers = transformers
         self._cache: Any = None
+        # Renamed in the course of version 5; the old name still works there, with a warning for every call.
+        self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
     def prefill(self, tokens: Sequence[int]) -> float:
         import torch
 
         ids = torch.tensor([list(tokens)])
         started_s = self._clock.now()
-        self._cache = self._model(ids, past_key_values=self._transformers.DynamicCache(), use_cache=True,
-                                  logits_to_keep=1).past_key_values
+        self._cache = self._transformers.DynamicCache()
+        self._forward(ids)
         return self._clock.now() - started_s
 
     def decode(self) -> float:
@@ -196,10 +201,16 @@ class _Theirs:
         started_s = self._clock.now()
         ids = torch.zeros(1, 1, dtype=torch.long)
         for _ in range(self._sizes.decode_steps):
-            ids = self._model(ids, past_key_values=self._cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+            ids = self._forward(ids).argmax(dim=-1)
         took_s = self._clock.now() - started_s
         self._cache.crop(-self._sizes.decode_steps)
         return took_s
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [1, 1, vocab] of the last token; the cache grows by all of them."""
+        logits: torch.Tensor = self._model(ids, use_cache=True, logits_to_keep=1,
+                                           **{self._cache_name: self._cache}).logits
+        return logits
 
 
 def _prefill_row(ours: _Ours, theirs: _Theirs, count: int, sizes: _Sizes,

@@ -1,8 +1,8 @@
 """The forward pass of Llama-family models over a paged pool. Knows no files, no tokenizer and no scheduler.
 
 Prefill chunks and decode rows go through the matrix products together and part only in the attention. Products run
-through oneDNN with weights packed once (on a CPU, float32): 1.2 times the speed of the plain path in prefill and two to
-four times in decode, above all with few rows. Where that is not there, `torch.nn.functional.linear` does the same.
+through oneDNN with weights packed once (on a CPU, float32): 1.2 times the speed of the plain path in prefill and twice
+it in decode. Where that is not there, `torch.nn.functional.linear` does the same.
 
 Rounding depends on the shape of the step (how many tokens go through the products together, how long each context is),
 never on the other rows' content nor on page ids.

@@ -169,7 +169,7 @@ class HostCache:
         self._snapshots[snapshot_id] = _Snapshot(slots, allowed)
         self._fresh[snapshot_id] = None
         if pages:
-            self._table.frontier[slots[-1]] = 1
+            self._table.mark_frontier(int(slots[-1]))
         if session_closed:
             self._table.returned[slots] = 0
             self._table.relist_all(slots)
@@ -560,7 +560,7 @@ class HostCache:
         one = np.array([slot], dtype=np.int64)
         if table.state[slot] == t.RESIDENT:
             self._pool.give_back(table.drop(one))
-        table.device[slot] = 0
+        table.set_device(one, False)
         if table.child[slot] == t.NONE:
             parent = int(table.parent[slot])
             table.prune(slot)
@@ -609,23 +609,21 @@ class HostCache:
         return [(None, Reason.NOT_READY, Reason.FORGOTTEN)[kind] for kind in kinds.tolist()]
 
     def stats(self) -> TierStats:
-        """A frozen record of now."""
-        table, live = self._table, self._table.live()
-        state, device = table.state[live], table.device[live]
-        resident = int((state == t.RESIDENT).sum())
+        """A frozen record of now. O(1)."""
+        tally = self._table.tally
         return TierStats(
             counters=self._count.copy(),
             frames=self._pool.total,
             page_bytes=self.config.page_bytes,
             free_frames=self._pool.free,
-            resident_pages=resident,
-            filling_pages=int((state == t.FILLING).sum()),
+            resident_pages=tally.resident,
+            filling_pages=tally.filling,
             quarantined_frames=self.quarantined,
-            pinned_pages=int((table.pins[live] > 0).sum()),
-            duplicate_pages=int(((state == t.RESIDENT) & (device == 1)).sum()),
-            dirty_pages=int(((state == t.ABSENT) & (device == 1)).sum()),
+            pinned_pages=tally.pinned,
+            duplicate_pages=tally.duplicate,
+            dirty_pages=tally.dirty,
             snapshots=len(self._snapshots),
-            resident_snapshots=int(((table.frontier[live] == 1) & (state == t.RESIDENT)).sum()),
+            resident_snapshots=tally.frontiers,
             live_reservations=len(self._reserved) + len(self._draining),
             live_stores=len(self._stores),
             off_reason=self._off,
@@ -637,9 +635,7 @@ class HostCache:
         table.check()
         self._pool.check()
         live = table.live()
-        filling = int((table.state[live] == t.FILLING).sum())
-        resident = int((table.state[live] == t.RESIDENT).sum())
-        parts = (self._pool.free, filling, resident, self.quarantined)
+        parts = (self._pool.free, table.tally.filling, table.tally.resident, self.quarantined)
         if sum(parts) != self._pool.total:
             raise InvariantBroken(f"free + filling + resident + quarantined is {parts}, not {self._pool.total} frames")
         frames = [table.frame[live][table.frame[live] != t.NONE].astype(np.int64), *self._quarantine.values()]

@@ -10,6 +10,7 @@ million page records as objects would cost the collector seconds and the machine
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -52,6 +53,21 @@ _COLUMNS: tuple[tuple[str, str, int], ...] = (
 )
 
 
+@dataclass(slots=True)
+class Tally:
+    """How many pages are what, kept as they change, so that asking costs nothing however many there are."""
+
+    filling: int = 0
+    resident: int = 0
+    duplicate: int = 0
+    """resident and on the device"""
+    dirty: int = 0
+    """on the device only"""
+    pinned: int = 0
+    frontiers: int = 0
+    """resident pages that a snapshot ended with"""
+
+
 class PageTable:
     """Key → slot, and the columns. Slots are recycled; columns grow by doubling."""
 
@@ -76,6 +92,7 @@ class PageTable:
 
     def __init__(self, capacity: int = 1024) -> None:
         self.index: dict[bytes, int] = {}
+        self.tally = Tally()
         self._capacity = capacity
         for name, kind, empty in _COLUMNS:
             setattr(self, name, np.full(capacity, empty, dtype=kind))
@@ -198,12 +215,18 @@ class PageTable:
 
     def fill(self, slots: Slots, frames: npt.NDArray[np.int64]) -> None:
         """absent → filling: a copy into these frames is on its way."""
+        self.tally.filling += len(slots)
+        self.tally.dirty -= _count(self.device[slots])
         self.frame[slots] = frames
         self.state[slots] = FILLING
         self._count_host_children(slots, 1)
 
     def ready(self, slots: Slots) -> None:
         """filling → resident."""
+        self.tally.filling -= len(slots)
+        self.tally.resident += len(slots)
+        self.tally.duplicate += _count(self.device[slots])
+        self.tally.frontiers += _count(self.frontier[slots])
         self.state[slots] = RESIDENT
         self.relist_all(slots)
 
@@ -211,6 +234,12 @@ class PageTable:
         """filling or resident → absent. Returns the frames, which the caller now owns."""
         for slot in slots[self.listed[slots] != UNLISTED].tolist():
             self._unlink(slot)
+        resident, device = self.state[slots] == RESIDENT, self.device[slots] == 1
+        self.tally.filling -= len(slots) - _count(resident)
+        self.tally.resident -= _count(resident)
+        self.tally.duplicate -= _count(resident & device)
+        self.tally.dirty += _count(device)
+        self.tally.frontiers -= _count(resident & (self.frontier[slots] == 1))
         frames = self.frame[slots].astype(np.int64)
         self.frame[slots] = NONE
         self.state[slots] = ABSENT
@@ -225,6 +254,10 @@ class PageTable:
         self.relist_all(parents)
 
     def set_device(self, slots: Slots, present: bool) -> None:
+        states = self.state[slots[self.device[slots] != present]]
+        sign = 1 if present else -1
+        self.tally.duplicate += sign * _count(states == RESIDENT)
+        self.tally.dirty += sign * _count(states == ABSENT)
         self.device[slots] = present
         if not present:
             self.fate[slots] = UNDECIDED
@@ -236,12 +269,19 @@ class PageTable:
         self.fate[slots] = UNDECIDED
         self.relist_all(slots, moved=True)
 
+    def mark_frontier(self, slot: int) -> None:
+        """A snapshot ends with this page."""
+        self.tally.frontiers += int(self.state[slot] == RESIDENT and not self.frontier[slot])
+        self.frontier[slot] = 1
+
     def pin(self, slots: Slots) -> None:
+        self.tally.pinned += _count(self.pins[slots] == 0)
         self.pins[slots] += 1
         self.relist_all(slots)
 
     def unpin(self, slots: Slots) -> None:
         self.pins[slots] -= 1
+        self.tally.pinned -= _count(self.pins[slots] == 0)
         self.relist_all(slots)
 
     # ---- evictable pages, oldest first
@@ -355,6 +395,12 @@ class PageTable:
         _same("without a frame", live, self.frame[live] == NONE, state == ABSENT)
         waiting = dead & (self.child[live] != NONE)  # for the last pin of a page behind it
         _same("in no tier", live, (state == ABSENT) & ~device & (self.pins[live] == 0) & ~waiting, False)
+        counted = Tally(
+            filling=_count(state == FILLING), resident=_count(state == RESIDENT),
+            duplicate=_count((state == RESIDENT) & device), dirty=_count((state == ABSENT) & device),
+            pinned=_count(self.pins[live] > 0), frontiers=_count((state == RESIDENT) & (self.frontier[live] == 1)))
+        if counted != self.tally:
+            raise InvariantBroken(f"the tally is {self.tally}, counting gives {counted}")
         for worth_ in (DUPLICATE, ONCE, RETURNED):
             self._check_list(worth_, int((self.listed[live] == worth_).sum()))
 
@@ -377,6 +423,10 @@ class PageTable:
             seen, before, slot = seen + 1, slot, int(self.younger[slot])
         if seen != claimed or self._youngest[worth] != before:
             raise InvariantBroken(f"the list of worth {worth} holds {seen} pages, {claimed} claim to stand in it")
+
+
+def _count(flags: npt.NDArray[np.generic]) -> int:
+    return int(np.count_nonzero(flags))
 
 
 def _same(what: str, slots: Slots, found: npt.ArrayLike, expected: npt.ArrayLike) -> None:
