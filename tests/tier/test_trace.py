@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_e1_the_tier_reaches_the_exclusive_figure_on_a_real_trace(trace: list[li
     best = sum(exclusive(trace, DEVICE, host)) / references
     alone = sum(exclusive(trace, DEVICE, 0)) / references
     bound = sum(exclusive(trace, references, 0)) / references
+    sys.stdout.write(f"host {host}: tier {reached:.4f}, exclusive LRU {best:.4f}, device alone {alone:.4f}\n")  # -rP
     assert reached >= best - 0.005, f"tier {reached:.4f}, exclusive {best:.4f}, duplicates {stats.duplicate_pages}"
     assert reached > alone + 0.02
     assert not books.bound_exact or books.bound_tokens / 2 / references == pytest.approx(bound)
