@@ -672,3 +672,22 @@ def test_the_peak_never_exceeds_the_quota_and_quarantine_counts() -> None:
     stats = r.cache.stats()
     assert 0 < stats.counters.peak_frames <= stats.frames == 10
     assert stats.quarantined_frames == 0
+
+
+def test_a_chain_of_thousands_of_pages_goes_with_its_last_pin() -> None:
+    """Also when only its tail is pinned: seeing off a long chain must not depend on the depth of a stack."""
+    pages = 5000
+    r = rig(device=pages, host=pages, job=pages)
+    r.visit(prompt(1, pages))
+    plan(r, last(r))
+    r.pump()
+    r.evict(last(r))
+    chain = r.chain(prompt(1, pages))
+    reservation = r.cache.reserve(r.cache.lookup(chain, pages - 1, pages))
+    assert isinstance(reservation, Reservation)
+    r.cache.forget(r.identity)
+    r.check()
+    assert r.cache.stats().free_frames == pages - 1
+    r.cache.abandon(reservation, Reason.FORGOTTEN, copying=False)
+    r.check()
+    assert r.cache.stats().free_frames == pages

@@ -50,8 +50,10 @@ def write_directory(checkpoint: Checkpoint, directory: Path) -> None:
     tensors = {name: checkpoint.tensors[name] for name in names}
     exact = all(torch.equal(tensor.to(torch.bfloat16).to(tensor.dtype), tensor) for tensor in tensors.values())
     dtype = torch.bfloat16 if exact else torch.float32
-    save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
-              directory / "model.safetensors", metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, weights,
+              metadata={"format": "pt"})
+    weights.chmod(0o644)  # like the files beside it; save_file keeps it to its owner
     eos_ids = list(checkpoint.spec.eos_ids)
     eos: dict[str, Any] = {"eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids} if eos_ids else {}
     config = {**checkpoint.config, **eos, "torch_dtype": str(dtype).removeprefix("torch.")}

@@ -16,7 +16,7 @@ neutrally, but the history is kept: the accounts are open with the tier off too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,24 +27,15 @@ from hostcache.tier import table as t
 from hostcache.tier.answers import Clean, Drop, Match, Pressure, Refused, Reservation, StoreJob, Wait
 from hostcache.tier.config import Mode, TierConfig
 from hostcache.tier.copying import CopyDone
-from hostcache.tier.eviction import Duel, Rule
 from hostcache.tier.history import History
+from hostcache.tier.keeper import DEPARTURES, Keeper
 from hostcache.tier.keys import Identity, KeyChain, PageKey
-from hostcache.tier.notes import Departure, read_note, write_note
-from hostcache.tier.pool import FramePool
+from hostcache.tier.notes import Departure
 from hostcache.tier.reasons import Reason
 from hostcache.tier.stats import Counters, TierStats
 
 MAX_STORE_JOBS = 4
 """Write-back jobs at a time: enough to keep a copier busy, few enough that plans stay fresh."""
-
-STALE_TURNOVERS = 4
-"""A returned conversation not used while this many times the host's pages were computed counts as never returned."""
-
-TRIM_FACTOR = 4
-"""A victim up to this many times what is needed goes whole: a head without its tail is worth little, and whole
-conversations leave neighbouring frames. Of a larger one only the tail goes."""
-
 
 @dataclass(slots=True)
 class _Snapshot:
@@ -67,23 +58,18 @@ class HostCache:
     def __init__(self, config: TierConfig, *, history: History) -> None:
         self.config = config
         self._history = history
-        self._pool = FramePool(config.frames)
-        self._table = t.PageTable()
-        self._duel = Duel(config.frames)
+        self._count = Counters()
+        self._keeper = Keeper(config, history, self._count)
+        self._pool, self._table = self._keeper.pool, self._keeper.table
         self._snapshots: dict[int, _Snapshot] = {}
         self._fresh: dict[int, None] = {}
         self._stores: dict[int, _Store] = {}
         self._reserved: dict[int, t.Slots] = {}
         self._draining: dict[int, t.Slots] = {}
         self._quarantine: dict[int, npt.NDArray[np.int64]] = {}
-        self._identities: list[bytes] = []
-        self._identity_numbers: dict[bytes, int] = {}
-        self._identity_of = np.zeros(0, dtype=np.int32)
-        self._tick = 0
         self._last_job = 0
         self._next_store_s = 0.0
         self._off: str | None = None if config.frames else "host_cache_bytes is 0 or the mode is off"
-        self._count = Counters()
 
     # ---- what the device did
 
@@ -93,54 +79,12 @@ class HostCache:
         Pages whose predecessor was never reported, or was forgotten, are not tracked: nothing could reach them.
         """
         if self._off is None and (not start or chain.keys[start - 1] in self._table.index):
-            slots, added = self._table.add(chain, start, stop)
-            if len(added):
-                self._greet(chain, start, slots, added)
-            self._table.set_device(slots, True)
+            self._keeper.take_in(chain, start, stop)
         self._history.seen(chain, start, stop)
-
-    def _greet(self, chain: KeyChain, start: int, slots: t.Slots, added: t.Slots) -> None:
-        """New rows: note whose they are, whether they were here before, and whether losing them was a mistake."""
-        table = self._table
-        if len(self._identity_of) < len(table.state):
-            grown = np.zeros(len(table.state), dtype=np.int32)
-            grown[: len(self._identity_of)] = self._identity_of
-            self._identity_of = grown
-        digest = chain.identity.digest
-        if digest not in self._identity_numbers:
-            self._identity_numbers[digest] = len(self._identities)
-            self._identities.append(digest)
-        self._identity_of[added] = self._identity_numbers[digest]
-        self._tick += len(added)
-        table.used[added] = self._tick
-        parent = int(table.parent[added[0]])
-        if parent != t.NONE and table.frontier[parent]:
-            table.returned[added] = 1
-        fresh = np.isin(slots, added, assume_unique=True)
-        keys = [chain.keys[start + i] for i in np.flatnonzero(fresh).tolist()]
-        ids = self._history.ids(digest, keys)
-        for slot, note in zip(added.tolist(), self._history.notes(ids), strict=True):
-            if note:
-                table.returned[slot] = 1
-                departure, tick = read_note(note)
-                rule = departure.rule
-                if rule is not None:
-                    self._duel.returned(rule, 1, self._tick - tick)
 
     def device_removed(self, keys: Sequence[PageKey]) -> None:
         """These pages left the device (heads first). Those without a host copy are in no tier any more."""
-        table = self._table
-        slots = table.find(keys)
-        slots = slots[slots >= 0]
-        fates = table.fate[slots].copy()
-        table.set_device(slots, False)
-        for at in range(len(slots) - 1, -1, -1):
-            slot = int(slots[at])
-            if table.state[slot] == t.ABSENT:
-                departure = _DEPARTURES.get(int(fates[at]), Departure.NOT_WRITTEN)
-                if departure is Departure.KEPT_OUT:
-                    self._duel.lost(Rule.KEEP, 1)
-                self._collapse(slot, departure)
+        self._keeper.off_device(keys)
 
     def retain(
         self,
@@ -184,7 +128,7 @@ class HostCache:
         slots = self._table.find(chain.keys[:pages])
         slots = slots[slots >= 0]
         self._table.returned[slots] = 1
-        self._table.touch(slots, self._tick)
+        self._table.touch(slots, self._keeper.tick)
 
     # ---- write-back
 
@@ -257,7 +201,7 @@ class HostCache:
             self._count.late_completions += 1
             self._pool.give_back(frames)
         elif (slots := self._draining.pop(done.job_id, None)) is not None:
-            self._unpin(slots)
+            self._keeper.unpin(slots)
         elif done.job_id not in self._reserved:
             self._count.late_completions += 1
 
@@ -302,7 +246,7 @@ class HostCache:
             return None
         part = slots[dirty[: self.config.max_job_pages]]
         before = int(table.parent[part[0]])
-        room = self._make_room(len(part), part, before)
+        room = self._keeper.make_room(part, before)
         if not room:
             self._skip(snapshot, slots[dirty])
             return None
@@ -311,7 +255,7 @@ class HostCache:
         frames = self._pool.take(room, behind)
         table.fill(part, frames)
         table.fate[part] = t.LEAVING if leaving else t.UNDECIDED
-        self._pin(part)
+        self._keeper.pin(part)
         job = StoreJob(job_id=self.new_job_id(), keys=tuple(table.keys_of(part)), frames=frames)
         self._stores[job.job_id] = _Store(part, now_s)
         self._next_store_s = now_s + self.config.store_pace_s
@@ -332,26 +276,25 @@ class HostCache:
         self._count.store_pages += len(store.slots)
         self._count.store_bytes += len(store.slots) * self.config.page_bytes
         self._count.copy_submissions += done.submissions
-        table.used[store.slots] = self._tick
+        table.used[store.slots] = self._keeper.tick
         table.ready(store.slots)
-        self._unpin(store.slots)
+        self._keeper.unpin(store.slots)
 
     def _undo_store(self, store: _Store, fate: int) -> npt.NDArray[np.int64]:
         """filling → absent. Returns the frames; pages that the device has dropped meanwhile leave the table."""
         table = self._table
         frames = table.drop(store.slots)
         table.fate[store.slots] = fate
-        self._count.pins_released += len(store.slots)
-        table.unpin(store.slots)
+        self._keeper.unpin(store.slots, bury=False)
         for slot in store.slots[::-1].tolist():
             if not table.device[slot]:
-                self._collapse(slot, _DEPARTURES.get(fate, Departure.NOT_WRITTEN))
+                self._keeper.collapse(slot, DEPARTURES.get(fate, Departure.NOT_WRITTEN))
         return frames
 
     def _why_unwritten(self, slot: int, expired: bool) -> Reason:
         if expired and self._table.state[slot] == t.FILLING:
             return Reason.LATE
-        departure = _DEPARTURES.get(int(self._table.fate[slot]), Departure.NOT_WRITTEN)
+        departure = DEPARTURES.get(int(self._table.fate[slot]), Departure.NOT_WRITTEN)
         return departure.reason
 
     # ---- restore
@@ -375,7 +318,7 @@ class HostCache:
         slots = self._table.resident_run(match.chain, match.start, match.start + match.pages)
         if not len(slots):
             return Refused(reason=Reason.EVICTED)
-        self._pin(slots)
+        self._keeper.pin(slots)
         job_id = self.new_job_id()
         self._reserved[job_id] = slots
         self._count.reservations += 1
@@ -396,8 +339,8 @@ class HostCache:
         if done is not None:
             self._count.copy_submissions += done.submissions
         self._table.returned[slots] = 1
-        self._table.used[slots] = self._tick
-        self._unpin(slots)
+        self._table.used[slots] = self._keeper.tick
+        self._keeper.unpin(slots)
 
     def abandon(self, reservation: Reservation, reason: Reason, *, copying: bool) -> None:
         """It will not be used. `copying`: its copy may still run; they stay put until `settle` hears of its end."""
@@ -409,7 +352,7 @@ class HostCache:
         if copying:
             self._draining[reservation.job_id] = slots
         else:
-            self._unpin(slots)
+            self._keeper.unpin(slots)
 
     def _end(self, reservation: Reservation) -> t.Slots:
         slots = self._reserved.pop(reservation.job_id, None)
@@ -419,171 +362,24 @@ class HostCache:
 
     def distrust(self, keys: Sequence[PageKey]) -> None:
         """The host's bytes of these pages are not what was stored: they are never offered again."""
-        table = self._table
-        for slot in reversed(table.find(keys).tolist()):
-            if slot == t.NONE or table.state[slot] != t.RESIDENT:
-                continue
-            if table.pins[slot]:
-                self._kill(slot, Departure.FAILED)
-                continue
-            self._pool.give_back(table.drop(np.array([slot], dtype=np.int64)))
-            if not table.device[slot]:
-                self._collapse(slot, Departure.FAILED)
+        self._keeper.distrust(keys)
 
     # ---- forgetting
 
     def forget(self, identity: Identity | None = None) -> None:
         """Drop every page of an identity, or of all: weights changed, or the cache was reset. Pages under a running
         copy become unmatchable at once and go when it ends."""
-        table = self._table
-        slots = table.live()
         if identity is None:
             self._snapshots.clear()
             self._fresh.clear()
             self._history.clear()
-        else:
-            self._history.forget(identity.digest)
-            number = self._identity_numbers.get(identity.digest, t.NONE)
-            slots = slots[self._identity_of[slots] == number]
-            gone = [i for i, s in self._snapshots.items() if len(s.slots) and self._identity_of[s.slots[0]] == number]
-            for snapshot_id in gone:
-                self.evicted(snapshot_id)
-        table.set_device(slots, False)
-        for root in slots[table.parent[slots] == t.NONE].tolist():
-            self._kill(root, None)
-
-    # ---- room
-
-    def _make_room(self, want: int, part: t.Slots, before: int) -> int:
-        """Free frames for `part`, whose parent `before` must stay, as far as it may displace others. How many."""
-        guard = np.array([before] if before != t.NONE else [], dtype=np.int64)
-        self._table.pin(guard)
-        rule: Rule | None = None
-        while self._pool.free < want:
-            victim, contested = self._victim(bool(self._table.returned[part[0]]))
-            if victim is not None and contested and rule is None:
-                rule = self._duel.choose()
-            if victim is None or (contested and rule is Rule.KEEP):
-                break
-            self._evict(victim, want - self._pool.free)
-        self._table.unpin(guard)
-        return min(want, self._pool.free)
-
-    def _victim(self, returned: bool) -> tuple[int | None, bool]:
-        """The next tail to evict for a newcomer that has `returned` or not, and whether its place is contested: its
-        worth is the newcomer's own, so that either could stay."""
-        table = self._table
-        if self.config.eviction == "lru":
-            oldest = (table.oldest(worth) for worth in (t.DUPLICATE, t.ONCE, t.RETURNED))
-            return min((s for s in oldest if s is not None), key=lambda s: int(table.used[s]), default=None), False
-        if (duplicate := table.youngest(t.DUPLICATE)) is not None:
-            return duplicate, False
-        once, came_back = table.oldest(t.ONCE), table.oldest(t.RETURNED)
-        # A copy whose page the device is about to drop as well is as good as the newcomer's: to trade one for the other
-        # would only move bytes. It was written lately, so nothing older is left in its list.
-        once = None if once is not None and table.device[once] else once
-        came_back = None if came_back is not None and table.device[came_back] else came_back
-        if once is not None:
-            return once, not returned
-        if came_back is None:
-            return None, False
-        stale = self._tick - int(table.used[came_back]) > STALE_TURNOVERS * self._pool.total
-        if stale:
-            return came_back, not returned
-        return (came_back, True) if returned else (None, False)
-
-    def _evict(self, tail: int, need: int) -> None:
-        """Drop the run of pages that ends in `tail`: whole when it is small, else as much of its tail as is needed."""
-        table = self._table
-        run = [tail]
-        worth = int(table.listed[tail])
-        slot = int(table.parent[tail])
-        while slot != t.NONE and len(run) <= TRIM_FACTOR * need:
-            alone = table.host_children[slot] == 1 and table.state[slot] == t.RESIDENT and not table.pins[slot]
-            duplicate = bool(table.device[slot]) and table.fate[slot] != t.LEAVING
-            if not alone or duplicate != (worth == t.DUPLICATE) or (worth == t.ONCE and table.returned[slot]):
-                break
-            run.append(slot)
-            slot = int(table.parent[slot])
-        if len(run) > TRIM_FACTOR * need:
-            del run[need:]
-        self._count.host_evictions += 1
-        self._count.host_evicted_pages += len(run)
-        lost = 0
-        self._pool.give_back(table.drop(np.array(run, dtype=np.int64)))
-        for slot in run:
-            if not table.device[slot]:
-                lost += 1
-                self._collapse(slot, Departure.DISPLACED)
-        if lost:
-            self._duel.lost(Rule.DISPLACE, lost)
-
-    # ---- pages that are in no tier
-
-    def _collapse(self, slot: int, departure: Departure) -> None:
-        """A page has left every tier: it leaves the table, and what could only be reached through it goes with it."""
-        table = self._table
-        if not table.known[slot] or table.state[slot] != t.ABSENT or table.device[slot] or table.pins[slot]:
-            return  # a page behind it took it along, or something still holds it
-        if not table.dead[slot]:
-            self._note(slot, departure)
-            table.detach_key(slot)
-            table.dead[slot] = 1
-            for child in list(table.children(slot)):
-                self._kill(child, Departure.DISPLACED)
-        self._bury_all([slot])
-
-    def _kill(self, root: int, departure: Departure | None) -> None:
-        """Make a page and all behind it unmatchable, and drop what no copy holds in place. Without a departure
-        the history is told by the caller."""
-        table = self._table
-        order, stack = [], [root]
-        while stack:
-            slot = stack.pop()
-            order.append(slot)
-            stack.extend(table.children(slot))
-        for slot in order:
-            if not table.dead[slot]:
-                if departure is not None:
-                    self._note(slot, departure)
-                    self._count.orphaned_pages += int(table.state[slot] != t.ABSENT)
-                table.detach_key(slot)
-                table.dead[slot] = 1
-        self._bury_all(reversed(order))
-
-    def _bury(self, slot: int) -> None:
-        """A dead page without pins gives its frame back; without children it leaves the table."""
-        table = self._table
-        if table.pins[slot]:
-            table.relist(slot)
+            self._keeper.forget(self._table.live())
             return
-        one = np.array([slot], dtype=np.int64)
-        if table.state[slot] == t.RESIDENT:
-            self._pool.give_back(table.drop(one))
-        table.set_device(one, False)
-        if table.child[slot] == t.NONE:
-            parent = int(table.parent[slot])
-            table.prune(slot)
-            if parent != t.NONE and table.dead[parent]:
-                self._bury(parent)
-
-    def _note(self, slot: int, departure: Departure) -> None:
-        ids = self._history.ids(self._identities[self._identity_of[slot]], [self._table.key(slot)])
-        self._history.left(ids, write_note(departure, self._tick))
-
-    def _bury_all(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            if self._table.dead[slot]:  # else it went already, with a page behind it
-                self._bury(slot)
-
-    def _pin(self, slots: t.Slots) -> None:
-        self._count.pins_taken += len(slots)
-        self._table.pin(slots)
-
-    def _unpin(self, slots: t.Slots) -> None:
-        self._count.pins_released += len(slots)
-        self._table.unpin(slots)
-        self._bury_all(slots[self._table.dead[slots] == 1][::-1].tolist())
+        self._history.forget(identity.digest)
+        slots = self._keeper.pages_of(identity.digest)
+        for snapshot_id in [i for i, s in self._snapshots.items() if np.isin(s.slots[:1], slots).any()]:
+            self.evicted(snapshot_id)
+        self._keeper.forget(slots)
 
     # ---- what it looks like
 
@@ -656,6 +452,3 @@ class HostCache:
             raise InvariantBroken("a page is on the host although its predecessor is in no tier")
         if self._count.peak_frames > self._pool.total:
             raise InvariantBroken(f"{self._count.peak_frames} frames were in use, the quota is {self._pool.total}")
-
-
-_DEPARTURES = {t.KEPT_OUT: Departure.KEPT_OUT, t.OPTED_OUT: Departure.OPTED_OUT, t.FAILED: Departure.FAILED}
