@@ -144,7 +144,9 @@ def test_a_host_smaller_than_the_device_still_adds_hits() -> None:
     for _ in range(3):
         for number in range(10):
             rig.serve(tokens(number, 17), 1)
-    assert rig.engine.record().accounting.host_tokens > 0
+    record = rig.engine.record().accounting
+    assert record.device_tokens == 0
+    assert 14 * 16 <= record.host_tokens <= 20 * 16  # what a tier that keeps a clean copy after a restore may have
 
 
 # ---- limits

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from hostcache.client.counters import delta, delta_by_name, read
 from hostcache.records import (
-    Arm,
     ArmRecord,
     EndRecord,
     EquivalenceRecord,
@@ -428,9 +427,3 @@ def _total(values: Iterable[float | None]) -> Any:
 
 def _sum(*values: float | None) -> Any:
     return _total(values)
-
-
-def arms_of(document: Document) -> list[tuple[Arm, Document]]:
-    """The pooled arms that really ran, off first."""
-    return [(name, document["pressure"]["arms"][name]) for name in ("off", "on")
-            if document["pressure"]["arms"][name]["windows"]]

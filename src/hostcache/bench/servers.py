@@ -6,12 +6,11 @@ Measures nothing but the peak memory of the process it started.
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,10 +158,6 @@ def peak_rss_bytes(pid: int) -> int | None:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def shell_line(command: Sequence[str]) -> str:
-    return shlex.join(command)
 
 
 def _free_port() -> int:

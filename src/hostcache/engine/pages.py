@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from hostcache.errors import InvariantBroken
 from hostcache.tier import PageKey
 from hostcache.tier.pool import FramePool
-
-Pages = npt.NDArray[np.int64]
 
 
 class Hold(IntEnum):

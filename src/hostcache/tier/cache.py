@@ -37,6 +37,7 @@ from hostcache.tier.stats import Counters, TierStats
 MAX_STORE_JOBS = 4
 """Write-back jobs at a time: enough to keep a copier busy, few enough that plans stay fresh."""
 
+
 @dataclass(slots=True)
 class _Snapshot:
     slots: t.Slots
@@ -44,12 +45,6 @@ class _Snapshot:
     skipped: bool = False
     evicting: bool = False
     waited: bool = False
-
-
-@dataclass(slots=True)
-class _Store:
-    slots: t.Slots
-    issued_s: float
 
 
 class HostCache:
@@ -63,7 +58,7 @@ class HostCache:
         self._pool, self._table = self._keeper.pool, self._keeper.table
         self._snapshots: dict[int, _Snapshot] = {}
         self._fresh: dict[int, None] = {}
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, t.Slots] = {}
         self._reserved: dict[int, t.Slots] = {}
         self._draining: dict[int, t.Slots] = {}
         self._quarantine: dict[int, npt.NDArray[np.int64]] = {}
@@ -173,7 +168,7 @@ class HostCache:
                 jobs.append(job)
         states = self._table.state[going]
         mine = {job.job_id for job in jobs}
-        running = tuple(i for i, s in self._stores.items() if i in mine or np.isin(going, s.slots).any())
+        running = tuple(i for i, s in self._stores.items() if i in mine or np.isin(going, s).any())
         if running and not expired:
             self._count.evict_waits += not snapshot.waited
             snapshot.waited = True
@@ -191,12 +186,12 @@ class HostCache:
     def settle(self, done: CopyDone) -> None:
         """A copy is over. A store's pages become resident, or nothing changed; what only waited for the copy to end is
         released. A job that is unknown or was settled before changes nothing."""
-        if (store := self._stores.pop(done.job_id, None)) is not None:
+        if (slots := self._stores.pop(done.job_id, None)) is not None:
             if done.error is None:
-                self._finish_store(store, done)
+                self._finish_store(slots, done)
             else:
                 self._count.stores_failed += 1
-                self._pool.give_back(self._undo_store(store, t.FAILED))
+                self._pool.give_back(self._undo_store(slots, t.FAILED))
         elif (frames := self._quarantine.pop(done.job_id, None)) is not None:
             self._count.late_completions += 1
             self._pool.give_back(frames)
@@ -208,11 +203,11 @@ class HostCache:
     def expire(self, job_id: int, *, running: bool) -> None:
         """A store is over its budget: its pages are not on the host. `running`: the copy may still touch its frames,
         which are set aside until `settle` hears of its end; else they come back at once."""
-        store = self._stores.pop(job_id, None)
-        if store is None:
+        slots = self._stores.pop(job_id, None)
+        if slots is None:
             return
         self._count.stores_failed += 1
-        frames = self._undo_store(store, t.UNDECIDED)
+        frames = self._undo_store(slots, t.UNDECIDED)
         if not running:
             self._pool.give_back(frames)
             return
@@ -257,7 +252,7 @@ class HostCache:
         table.fate[part] = t.LEAVING if leaving else t.UNDECIDED
         self._keeper.pin(part)
         job = StoreJob(job_id=self.new_job_id(), keys=tuple(table.keys_of(part)), frames=frames)
-        self._stores[job.job_id] = _Store(part, now_s)
+        self._stores[job.job_id] = part
         self._next_store_s = now_s + self.config.store_pace_s
         self._count.stores_issued += 1
         self._count.peak_frames = max(self._count.peak_frames, self._pool.total - self._pool.free)
@@ -270,23 +265,23 @@ class HostCache:
             snapshot.skipped = True
             self._count.stores_skipped += 1
 
-    def _finish_store(self, store: _Store, done: CopyDone) -> None:
+    def _finish_store(self, slots: t.Slots, done: CopyDone) -> None:
         table = self._table
         self._count.stores_completed += 1
-        self._count.store_pages += len(store.slots)
-        self._count.store_bytes += len(store.slots) * self.config.page_bytes
+        self._count.store_pages += len(slots)
+        self._count.store_bytes += len(slots) * self.config.page_bytes
         self._count.copy_submissions += done.submissions
-        table.used[store.slots] = self._keeper.tick
-        table.ready(store.slots)
-        self._keeper.unpin(store.slots)
+        table.used[slots] = self._keeper.tick
+        table.ready(slots)
+        self._keeper.unpin(slots)
 
-    def _undo_store(self, store: _Store, fate: int) -> npt.NDArray[np.int64]:
+    def _undo_store(self, slots: t.Slots, fate: int) -> npt.NDArray[np.int64]:
         """filling → absent. Returns the frames; pages that the device has dropped meanwhile leave the table."""
         table = self._table
-        frames = table.drop(store.slots)
-        table.fate[store.slots] = fate
-        self._keeper.unpin(store.slots, bury=False)
-        for slot in store.slots[::-1].tolist():
+        frames = table.drop(slots)
+        table.fate[slots] = fate
+        self._keeper.unpin(slots, bury=False)
+        for slot in slots[::-1].tolist():
             if not table.device[slot]:
                 self._keeper.collapse(slot, DEPARTURES.get(fate, Departure.NOT_WRITTEN))
         return frames
@@ -439,7 +434,7 @@ class HostCache:
         if len(np.unique(taken)) != len(taken):
             raise InvariantBroken("a frame stands behind two pages")
         owned = np.zeros(len(table.pins), dtype=np.int64)
-        for slots in (*self._reserved.values(), *self._draining.values(), *(s.slots for s in self._stores.values())):
+        for slots in (*self._reserved.values(), *self._draining.values(), *self._stores.values()):
             np.add.at(owned, slots, 1)
         if (owned != table.pins).any():
             raise InvariantBroken(f"{int(table.pins[live].sum())} pins, but their owners hold {int(owned.sum())} pages")

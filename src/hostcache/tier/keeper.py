@@ -44,7 +44,6 @@ class Keeper:
         self._duel = Duel(config.frames)
         self._identities: list[bytes] = []
         self._identity_numbers: dict[bytes, int] = {}
-        self._identity_of = np.zeros(0, dtype=np.int32)
 
     # ---- coming
 
@@ -58,15 +57,11 @@ class Keeper:
     def _greet(self, chain: KeyChain, start: int, slots: t.Slots, added: t.Slots) -> None:
         """New rows: note whose they are, whether they were here before, and whether losing them was a mistake."""
         table = self.table
-        if len(self._identity_of) < len(table.state):
-            grown = np.zeros(len(table.state), dtype=np.int32)
-            grown[: len(self._identity_of)] = self._identity_of
-            self._identity_of = grown
         digest = chain.identity.digest
         if digest not in self._identity_numbers:
             self._identity_numbers[digest] = len(self._identities)
             self._identities.append(digest)
-        self._identity_of[added] = self._identity_numbers[digest]
+        table.identity[added] = self._identity_numbers[digest]
         self.tick += len(added)
         table.used[added] = self.tick
         parent = int(table.parent[added[0]])
@@ -116,7 +111,7 @@ class Keeper:
     def pages_of(self, identity: bytes) -> t.Slots:
         """Every page under the identity of this digest."""
         live = self.table.live()
-        mine: t.Slots = live[self._identity_of[live] == self._identity_numbers.get(identity, t.NONE)]
+        mine: t.Slots = live[self.table.identity[live] == self._identity_numbers.get(identity, t.NONE)]
         return mine
 
     def forget(self, slots: t.Slots) -> None:
@@ -244,7 +239,7 @@ class Keeper:
         table.relist(slot)
 
     def _note(self, slot: int, departure: Departure) -> None:
-        ids = self._history.ids(self._identities[self._identity_of[slot]], [self.table.key(slot)])
+        ids = self._history.ids(self._identities[self.table.identity[slot]], [self.table.key(slot)])
         self._history.left(ids, write_note(departure, self.tick))
 
     def _bury_all(self, slots: Iterable[int]) -> None:

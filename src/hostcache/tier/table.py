@@ -33,6 +33,7 @@ UNDECIDED, LEAVING, KEPT_OUT, OPTED_OUT, FAILED = 0, 1, 2, 3, 4
 
 _COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("known", "u1", 0),  # this slot stands for a page
+    ("identity", "i4", NONE),  # number of the identity it is kept under
     ("parent", "i4", NONE),
     ("child", "i4", NONE),  # first child; siblings form a chain
     ("next_sibling", "i4", NONE),
@@ -72,6 +73,7 @@ class PageTable:
     """Key → slot, and the columns. Slots are recycled; columns grow by doubling."""
 
     known: npt.NDArray[np.uint8]
+    identity: npt.NDArray[np.int32]
     parent: npt.NDArray[np.int32]
     child: npt.NDArray[np.int32]
     next_sibling: npt.NDArray[np.int32]
