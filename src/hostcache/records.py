@@ -24,6 +24,10 @@ Stage: TypeAlias = Literal["pressure", "no-pressure", "equivalence", "memory"]
 Phase: TypeAlias = Literal["prime", "before", "window", "fixed"]
 """`prime`: an agent's first turn. `before`: a later one, started before the window opened. `window`: started in the
 window, counted however late it ends. `fixed`: part of a closed list of turns (no window)."""
+TwinRole: TypeAlias = Literal["fitted", "predicted", "informative", "not claimed"]
+"""`fitted`: the coefficients may be chosen by it. `predicted`: they may not, and it is judged. `informative`: shown,
+never judged. `not claimed`: the twin does not say that it reproduces this."""
+TwinUnit: TypeAlias = Literal["", "s", "ms", "share", "tok/s", "bytes", "times"]
 
 
 class RecordRefused(HostCacheError):
@@ -174,12 +178,156 @@ class EndRecord:
     detail: str
 
 
-Record: TypeAlias = RunRecord | ArmRecord | TurnRecord | EquivalenceRecord | EndRecord
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinRow:
+    """One published figure beside the simulated one (the mean over the seeds; None where none was simulated).
+
+    `figure` names it among all; `row` and `quantity` are its parts. `agents` and `arm` place it on a curve, None where
+    it belongs to none. `rel_error` is None for a published 0 and where nothing was simulated; shares are judged in
+    points, so it says less of them. `within` is None without a tolerance. `cause` is empty unless it missed.
+    """
+
+    KIND: ClassVar[str] = "twin-row"
+
+    figure: str
+    row: str
+    quantity: str
+    agents: int | None
+    arm: Arm | None
+    unit: TwinUnit
+    published: float
+    simulated: float | None
+    sd: float | None
+    rel_error: float | None
+    role: TwinRole
+    predicted: bool
+    tolerance: str | None
+    within: bool | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinCoefficient:
+    """One number of the device model. `fitted` is False for what was read off a published constant."""
+
+    KIND: ClassVar[str] = "twin-coefficient"
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    fitted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinSummary:
+    """The bars of the twin. `judged`: predicted figures that have a tolerance; `must_hold`: those of them that may not
+    miss. `misses` and `must_hold_misses` name figures."""
+
+    KIND: ClassVar[str] = "twin-summary"
+
+    judged: int
+    within: int
+    needed_share: float
+    seeds_needed: int
+    must_hold: int
+    misses: tuple[str, ...]
+    must_hold_misses: tuple[str, ...]
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinRecord:
+    """The twin of the published fleet: what was simulated, with which coefficients, and how it was judged.
+
+    `commands`: the first makes this record. `wall_s` is None where the same bytes are wanted of every run.
+    """
+
+    KIND: ClassVar[str] = "twin"
+
+    source: str
+    seeds: tuple[int, ...]
+    commands: tuple[str, ...]
+    wall_s: float | None
+    rows: tuple[TwinRow, ...]
+    coefficients: tuple[TwinCoefficient, ...]
+    summary: TwinSummary
+    not_modelled: tuple[str, ...]
+    unexplained: tuple[str, ...]
+    hostcache_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One simulated answer: without the tier (`arm` off, 0 host bytes) or with it at one host size.
+
+    Times are of served requests; None where the workload has no such figure. `turns` are served requests.
+    `pays`: this size is worth having over the row above it, by the plan's own test; False for off. `price` is of the
+    recomputed tokens.
+    """
+
+    KIND: ClassVar[str] = "plan-row"
+
+    label: str
+    arm: Arm
+    host_bytes: int
+    turns: int
+    turns_per_hour: float | None
+    avg_s: float | None
+    p50_s: float | None
+    p95_s: float | None
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    recomputed_tokens: int
+    hit_share: float | None
+    price: float | None
+    refused: int
+    restored_bytes: int
+    written_bytes: int
+    pays: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What an owner asked and what the simulator answered. `rows`: off first, then host sizes, ascending.
+
+    `pays_until_bytes` is the largest size that still paid over the one below it, None when no size paid; when it is
+    the last of the ladder the plan has not seen the end. `verdict` is one sentence. `price_per_mtok` is in whatever
+    currency was given; None gives no prices. `workload` and `device` are what was simulated, name → value.
+    """
+
+    KIND: ClassVar[str] = "plan"
+
+    question: str
+    verdict: str
+    pays_until_bytes: int | None
+    workload: dict[str, int | float | str]
+    device: dict[str, int | float | str]
+    pool_tokens: int
+    page_tokens: int
+    kv_bytes_per_token: int
+    prefill_tok_s: float
+    copy_bytes_per_s: float
+    simulated_s: float | None
+    price_per_mtok: float | None
+    seed: int
+    commands: tuple[str, ...]
+    wall_s: float | None
+    rows: tuple[PlanRow, ...]
+    not_modelled: tuple[str, ...]
+    hostcache_version: str
+
+
+Record: TypeAlias = RunRecord | ArmRecord | TurnRecord | EquivalenceRecord | EndRecord | TwinRecord | PlanRecord
 
 _LINES: dict[str, type[Any]] = {
-    cls.KIND: cls for cls in (RunRecord, ArmRecord, TurnRecord, EquivalenceRecord, EndRecord)
+    cls.KIND: cls
+    for cls in (RunRecord, ArmRecord, TurnRecord, EquivalenceRecord, EndRecord, TwinRecord, PlanRecord)
 }
-PARTS: tuple[type[Any], ...] = (RetryNote, TracedAnswer)
+PARTS: tuple[type[Any], ...] = (RetryNote, TracedAnswer, TwinRow, TwinCoefficient, TwinSummary, PlanRow)
 """Records that appear inside others and have no line of their own."""
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from hostcache import __version__
 from hostcache.clock import Clock, WallClock, unix_time
 from hostcache.errors import BARS_MISSED, ConfigError, HostCacheError
+from hostcache.folders import new_folder
 from hostcache.records import EndRecord, Record, RecordWriter, RunRecord, read_jsonl
 from hostcache.sizes import parse_size
 from hostcache.workload.agents import AgentShape
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, tables: Render | 
     stages = _stages(args.stages)
     form, sizes = settle_sizes(args)
     corpus = load_corpus()
-    folder = _new_folder(args.out)
+    folder = new_folder(args.out, "hostcache-demo")
     clock = clock or WallClock()
     writer = RecordWriter(folder / RECORDS)
     outcome: Literal["finished", "interrupted", "failed"] = "finished"
@@ -294,26 +295,6 @@ def _stages(text: str) -> tuple[str, ...]:
         raise ConfigError(f"--stages is {text!r}; give some of {','.join(STAGES)}"
                           + (f" ({unknown[0]!r} is none of them)" if asked else ""))
     return tuple(name for name in STAGES if name in asked)
-
-
-def _new_folder(asked: Path | None) -> Path:
-    """A folder of this run alone. Raises ConfigError for one that has something in it."""
-    if asked is not None:
-        if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
-            raise ConfigError(f"--out {asked} exists and is not empty; runs never overwrite: give a new folder")
-        asked.mkdir(parents=True, exist_ok=True)
-        return asked
-    root = Path("hostcache-demo")
-    root.mkdir(exist_ok=True)
-    number = 1
-    while True:
-        folder = root / f"{number:03d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
 
 
 def _run_record(args: argparse.Namespace, form: Literal["quick", "full", "custom"], sizes: Sizes,

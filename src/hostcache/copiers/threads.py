@@ -283,6 +283,8 @@ class ThreadCopier:
                 self._clock.sleep(action.seconds)
             elif isinstance(action, Hold):
                 hold = action
+            elif action is not None and not isinstance(action, Fail):
+                raise ValueError(f"a ThreadCopier cannot act out {type(action).__name__}; give it Fail, Delay or Hold")
             task.moves = self._moves(task.job, action.after_pages if isinstance(action, Fail) else task.job.pages)
             task.error_at_end = action.error if isinstance(action, Fail) else None
         except Exception as error:

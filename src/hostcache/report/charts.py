@@ -1,13 +1,16 @@
 """Inline SVG from numbers. Colours come from the page's CSS variables, so one drawing serves light and dark.
 
-Every mark carries its value as a `<title>` and as a visible label: no number can be read only by colour.
+Every mark carries its value as a `<title>` and as a visible label, and a line that is told from another by colour is
+told by dashes or by the text beside it too: nothing can be read only by colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +76,237 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     return '<ul class="legend">' + "".join(
         f'<li><span class="key {escape(series)}" aria-hidden="true"></span>{escape(text)}</li>'
         for series, text in entries) + "</ul>"
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value of a line. `label` is the text of its tooltip, `short` what is written beside it ("": nothing)."""
+
+    x: float
+    y: float
+    label: str
+    short: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a chart, its points in ascending x. Dashed lines have hollow marks; a `level` line has none, it is
+    drawn across the whole width at its one point's height, with that point's `short` at its end."""
+
+    series: str
+    points: tuple[Point, ...]
+    dashed: bool = False
+    level: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """What is written along one side: its name, and how a tick is written. `ticks` None: round numbers from 0 for y,
+    both ends for x. `rows`, of x alone: (name, one text a tick), written under the ticks like a small table, where
+    labels beside the points would cover each other."""
+
+    name: str
+    write: Callable[[float], str]
+    ticks: tuple[float, ...] | None = None
+    rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A vertical line at `x` with a text, drawn under the lines."""
+
+    x: float
+    text: str
+
+
+_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_FOOT, _INSET, _TEXT_ROW = 64, 16, 42, 288, 46, 19
+_LETTER, _LABEL_HEIGHT, _RADIUS = 7.2, 15, 4.5
+"""Sizes in the drawing's own units. `_LETTER` is a guess at the mean width of a digit, on the wide side, for keeping
+labels apart; nothing measures text here."""
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+
+def line_chart(lines: Sequence[Line], *, name: str, description: str, x: Axis, y: Axis, log_x: bool = False,
+               y_most: float | None = None, rule: Rule | None = None) -> str:
+    """Lines over a common axis from 0. `y_most`: the value at the top (default: a round number above the highest).
+
+    Raises ValueError where there is no point, or one with x ≤ 0 on a logarithmic axis, or a negative y.
+    """
+    points = [point for line in lines for point in line.points]
+    places = [point.x for line in lines if not line.level for point in line.points]
+    if not places:
+        raise ValueError(f"the chart {name!r} has no point to draw")
+    if (log_x and min(places) <= 0) or min(point.y for point in points) < 0:
+        raise ValueError(f"the chart {name!r} has a point outside its axes")
+    frame = _frame_of(places, points, x.ticks or (), y, log_x, y_most)
+    slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
+    height = _PLOT_FOOT + 14 + _TEXT_ROW * max(2, 1 + len(x.rows))
+    marks = [*_grid(frame, x, y), *([_rule(frame, rule)] if rule else [])]
+    for line in lines:
+        marks += _level(frame, line) if line.level else _line(frame, line)
+    marks += _labels(frame, lines, [_rule_box(frame, rule)] if rule else [])
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{slug}-t {slug}-d" '
+        f'class="chart lines">\n<title id="{slug}-t">{escape(name)}</title>\n'
+        f'<desc id="{slug}-d">{escape(description)}</desc>\n' + "\n".join(marks) + "\n</svg>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Where a value lies on the drawing."""
+
+    low: float
+    high: float
+    log_x: bool
+    y_most: float
+    y_ticks: tuple[float, ...]
+
+    def x(self, value: float) -> float:
+        left, right = _PLOT_LEFT + _INSET, _WIDTH - _PLOT_RIGHT - _INSET
+        low, high = self.low, self.high
+        if self.log_x:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (left + right) / 2 if high == low else left + (value - low) / (high - low) * (right - left)
+
+    def y(self, value: float) -> float:
+        return _PLOT_FOOT - value / self.y_most * (_PLOT_FOOT - _PLOT_TOP)
+
+
+def _frame_of(places: Sequence[float], points: Sequence[Point], x_ticks: Sequence[float], y: Axis, log_x: bool,
+              y_most: float | None) -> _Frame:
+    top = y_most or max(point.y for point in points) or 1.0
+    ticks = y.ticks or round_ticks(top)
+    return _Frame(low=min([*places, *x_ticks]), high=max([*places, *x_ticks]), log_x=log_x,
+                  y_most=y_most or max(top, ticks[-1]), y_ticks=ticks)
+
+
+def round_ticks(most: float, wanted: int = 5) -> tuple[float, ...]:
+    """0 and multiples of 1, 2 or 5 times a power of ten, the last at or above `most`."""
+    step = 10.0 ** math.floor(math.log10(most / wanted))
+    step *= next(factor for factor in (1, 2, 5, 10) if factor * step * wanted >= most * (1 - 1e-9))
+    count = math.ceil(most / step * (1 - 1e-9))
+    return tuple(round(i * step, 12) for i in range(count + 1))
+
+
+def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
+    right, under = _WIDTH - _PLOT_RIGHT, _PLOT_FOOT + _TEXT_ROW
+    marks = []
+    for value in frame.y_ticks:
+        at = frame.y(value)
+        marks.append(f'<line class="grid" x1="{_PLOT_LEFT}" y1="{at:.2f}" x2="{right}" y2="{at:.2f}"/>'
+                     f'<text class="tick" x="{_PLOT_LEFT - 8}" y="{at + 4.5:.2f}" text-anchor="end">'
+                     f"{escape(y.write(value))}</text>")
+    ticks = x.ticks or (frame.low, frame.high)
+    for i, value in enumerate(ticks):
+        at = frame.x(value)
+        marks.append(f'<line class="axis" x1="{at:.2f}" y1="{_PLOT_FOOT}" x2="{at:.2f}" y2="{_PLOT_FOOT + 5}"/>')
+        for j, (kind, text) in enumerate([("tick", x.write(value)), *(("value", texts[i]) for _, texts in x.rows)]):
+            marks.append(f'<text class="{kind}" x="{at:.2f}" y="{under + j * _TEXT_ROW}" text-anchor="middle">'
+                         f"{escape(text)}</text>")
+    marks.append(f'<line class="axis" x1="{_PLOT_LEFT}" y1="{_PLOT_FOOT}" x2="{right}" y2="{_PLOT_FOOT}"/>')
+    marks.append(f'<text class="axis-name" x="{_PLOT_LEFT}" y="14">{escape(y.name)}</text>')
+    if x.rows:
+        for j, name in enumerate([x.name, *(name for name, _ in x.rows)]):
+            marks.append(f'<text class="axis-name" x="0" y="{under + j * _TEXT_ROW}">{escape(name)}</text>')
+    else:
+        marks.append(f'<text class="axis-name" x="{_PLOT_LEFT}" y="{under + _TEXT_ROW}">{escape(x.name)}</text>')
+    return marks
+
+
+def _rule(frame: _Frame, rule: Rule) -> str:
+    at, (_, _, _, foot) = frame.x(rule.x), _rule_box(frame, rule)
+    return (f'<line class="rule" x1="{at:.2f}" y1="{foot:.2f}" x2="{at:.2f}" y2="{_PLOT_FOOT}"/>'
+            f'<text class="rule-text" x="{at:.2f}" y="{foot - 4:.2f}" text-anchor="middle">{escape(rule.text)}</text>')
+
+
+def _rule_box(frame: _Frame, rule: Rule) -> Box:
+    """The rule's text stands at its head, above the plot."""
+    at, wide = frame.x(rule.x), len(rule.text) * _LETTER
+    return (at - wide / 2, _PLOT_TOP - 3.0 - _LABEL_HEIGHT, at + wide / 2, _PLOT_TOP - 3.0)
+
+
+def _line(frame: _Frame, line: Line) -> list[str]:
+    dashed = " dashed" if line.dashed else ""
+    path = " ".join(f"{frame.x(point.x):.2f},{frame.y(point.y):.2f}" for point in line.points)
+    marks = [f'<polyline class="line {escape(line.series)}{dashed}" points="{path}"/>']
+    for point in line.points:
+        marks.append(
+            f'<circle class="dot {escape(line.series)}{dashed}" cx="{frame.x(point.x):.2f}" '
+            f'cy="{frame.y(point.y):.2f}" r="{_RADIUS}" data-x="{point.x!r}" data-value="{point.y!r}">'
+            f"<title>{escape(point.label)}</title></circle>")
+    return marks
+
+
+def _level(frame: _Frame, line: Line) -> list[str]:
+    (point,) = line.points
+    at, right = frame.y(point.y), _WIDTH - _PLOT_RIGHT
+    dashed = " dashed" if line.dashed else ""
+    return [f'<line class="line {escape(line.series)}{dashed}" x1="{_PLOT_LEFT}" y1="{at:.2f}" x2="{right}" '
+            f'y2="{at:.2f}" data-value="{point.y!r}"><title>{escape(point.label)}</title></line>']
+
+
+def _labels(frame: _Frame, lines: Sequence[Line], taken: Sequence[Box]) -> list[str]:
+    """Each label near its mark, over no other label or mark, and over no line where there is such a place."""
+    boxes = list(taken)
+    for line in lines:
+        for point in () if line.level else line.points:
+            x, y = frame.x(point.x), frame.y(point.y)
+            boxes.append((x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS))
+    crossed = [box for line in lines for box in _steps(frame, line)]
+    written = []
+    for line in lines:
+        for point in line.points:
+            if not point.short:
+                continue
+            wide = len(point.short) * _LETTER
+            x = _PLOT_LEFT + wide / 2 + 6 if line.level else frame.x(point.x)
+            box = _free_place(x, frame.y(point.y), wide, boxes, crossed)
+            boxes.append(box)
+            written.append(f'<text class="value" x="{(box[0] + box[2]) / 2:.2f}" y="{box[3] - 3.5:.2f}" '
+                           f'text-anchor="middle">{escape(point.short)}</text>')
+    return written
+
+
+def _steps(frame: _Frame, line: Line) -> list[Box]:
+    """A line as small boxes along it."""
+    if line.level:
+        y = frame.y(line.points[0].y)
+        return [(_PLOT_LEFT, y - 2, _WIDTH - _PLOT_RIGHT, y + 2)]
+    boxes = []
+    for one, other in zip(line.points, line.points[1:], strict=False):
+        x1, y1, x2, y2 = frame.x(one.x), frame.y(one.y), frame.x(other.x), frame.y(other.y)
+        count = max(1, math.ceil(math.hypot(x2 - x1, y2 - y1) / 6))
+        for i in range(count + 1):
+            x, y = x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count
+            boxes.append((x - 2, y - 2, x + 2, y + 2))
+    return boxes
+
+
+def _free_place(x: float, y: float, wide: float, boxes: Sequence[Box], crossed: Sequence[Box]) -> Box:
+    shifts = [(across, down) for i in range(6) for down in (-6.0 - 8 * i, 6.0 + _LABEL_HEIGHT + 8 * i)
+              for across in (0.0, -wide / 3, wide / 3)]
+    shifts[6:6] = [(-wide / 2 - 8, 5.0), (wide / 2 + 8, 5.0)]
+    places = [(x + across - wide / 2, y + down - _LABEL_HEIGHT, x + across + wide / 2, y + down)
+              for across, down in shifts]
+    inside = [(left, top, right, foot) for left, top, right, foot in places if left >= _PLOT_LEFT
+              and right <= _WIDTH and top >= 16 and foot <= _PLOT_FOOT - 1]
+    free = [place for place in inside if not any(_overlap(place, box) for box in boxes)]
+    clear = [place for place in free if not any(_overlap(place, box) for box in crossed)]
+    return next(iter([*clear, *free, *inside, *places]))
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def line_legend(entries: Sequence[tuple[str, bool, str]]) -> str:
+    """(series, dashed, text): a piece of each line and what it is."""
+    return '<ul class="legend">' + "".join(
+        f'<li><svg class="key-line" viewBox="0 0 34 12" aria-hidden="true">'
+        f'<line class="line {escape(series)}{" dashed" if dashed else ""}" x1="0" y1="6" x2="34" y2="6"/></svg>'
+        f"{escape(text)}</li>" for series, dashed, text in entries) + "</ul>"

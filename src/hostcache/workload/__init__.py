@@ -1,1 +1,1 @@
-"""What the agents say: a corpus of real code and the loop that turns it into turns. Sends nothing, measures nothing."""
+"""Who says what, and when: agents on real code, drawn conversations, profiles, traces. Sends and measures nothing."""
