@@ -279,7 +279,7 @@ def test_every_report_and_the_totals_balance_whatever_was_served(
     history, chain = History(entries), key_chain(range(tokens), ID)
     history.seen(key_chain(range(tokens), replace(ID, salt="x")), 0, min(elsewhere, len(chain)))
     history.seen(chain, 0, min(seen, len(chain)))
-    accounting = Accounting(PAGE, history, Held(dict(zip(chain.keys, states, strict=False))))
+    accounting = Accounting(PAGE, history, Held(dict(zip(chain.keys[:seen], states, strict=False))))
     account = accounting.open("r", chain, tokens)
     if cause:
         account.miss(cause)

@@ -628,6 +628,19 @@ def test_recency_alone_can_be_chosen_and_then_the_oldest_goes_whoever_returned()
 # ---- where pages lie
 
 
+@pytest.mark.parametrize("eviction", ["scan-resistant", "lru"])
+def test_what_is_about_to_leave_the_device_is_not_written_over_and_over_in_turns(eviction: str) -> None:
+    config = TierConfig(host_cache_bytes=4, page_bytes=1, page_tokens=PAGE, eviction=eviction)
+    r = Rig(config, 40)
+    for name in (1, 2):
+        r.visit(prompt(name, 4))
+    for _ in range(9):
+        plan(r, *r.bank)
+        r.pump()
+    assert plan(r, *r.bank) == []
+    assert (r.cache.stats().counters.store_pages, r.cache.stats().counters.stores_skipped) == (4, 1)
+
+
 def test_a_conversation_that_grows_turn_by_turn_lies_in_few_runs() -> None:
     r = rig(device=400, host=400)
     for turn in range(1, 21):

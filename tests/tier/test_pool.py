@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hostcache.errors import InvariantBroken
 from hostcache.tier.pool import FramePool
 
 
@@ -52,7 +53,7 @@ class AgainstASet(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool.check()
+        self.pool.check(np.array(self.taken, dtype=np.int64))
         assert self.pool.free == len(self.free)
 
     @precondition(lambda self: hasattr(self, "pool"))
@@ -76,6 +77,16 @@ def test_frames_given_back_in_any_order_join_to_one_run(order: list[int], share:
         pool.give_back(np.array(order[at : at + share], dtype=np.int64))
         pool.check()
     assert pool.take(24).tolist() == list(range(24))
+
+
+def test_a_frame_that_is_lost_or_held_twice_or_free_and_held_is_noticed() -> None:
+    pool = FramePool(8)
+    taken = pool.take(3)
+    pool.check(taken)
+    free = 7 if 7 not in taken else 0
+    for wrong in (taken[:2], [*taken, taken[0]], [*taken[:2], free], [*taken, 8], [*taken[:2], taken[0]]):
+        with pytest.raises(InvariantBroken, match="free or taken"):
+            pool.check(np.array(wrong, dtype=np.int64))
 
 
 def test_a_conversation_that_grows_stays_in_one_run_while_another_grows_too() -> None:

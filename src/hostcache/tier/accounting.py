@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 from hostcache.errors import InvariantBroken
@@ -123,10 +124,19 @@ class Accounting:
     def open(self, request_id: str, chain: KeyChain, prompt_tokens: int) -> Account:
         """At the request's first admission, before anything of it is computed. `chain` covers its whole pages."""
         limit = max(0, prompt_tokens - 1) // self._page
-        ids = self._history.ids(chain.identity.digest, chain.keys[:limit])
-        seen = self._history.known(ids)
-        pages = [self._cause(reason, note) for reason, note in
-                 zip(self._cache.held(chain.keys[:seen]), self._history.notes(ids[:seen]), strict=True)]
+        keys = chain.keys[:limit]
+        pages = self._cache.held(keys)
+        # While the history is exact it knows whatever a tier holds, and need be asked for the rest only.
+        asked = [i for i, reason in enumerate(pages) if reason is not None] if self._history.exact else range(limit)
+        ids = self._history.ids(chain.identity.digest, [keys[i] for i in asked])
+        seen = limit
+        for i, note in zip(asked, self._history.notes(ids), strict=True):
+            if note is None:
+                seen = i
+                break
+            if note and pages[i] is Reason.FORGOTTEN:  # by the tier: the history knows why
+                pages[i] = read_note(note)[0].reason
+        del pages[seen:]
         if self._history.exact:
             elsewhere = self._history.known_elsewhere(chain, seen, limit)
             beyond = [Reason.IDENTITY if known else Reason.NEW for known in elsewhere]
@@ -165,15 +175,15 @@ class Accounting:
         self._open.discard(account.request_id)
         bound = max(len(account.pages), served)
         recomputed: Counter[Reason] = Counter()
-        reasons: list[Reason] = []
+        missed = account.pages[served:]
+        if all_misses:
+            missed = [all_misses] * len(missed)
         carried = account.cause or Reason.NOT_READY
-        for cause in account.pages[served:]:
-            # A page that is held but lies behind one that is not cannot be used either: it shares that one's reason.
-            carried = cause or carried
-            reasons.append(all_misses or carried)
+        # A page that is held but lies behind one that is not cannot be used either: it shares that one's reason.
+        reasons = [carried := cause or carried for cause in missed]
         reasons += account.beyond[max(0, served - len(account.pages)) :]
-        for reason in reasons:
-            recomputed[reason] += self._page
+        for reason, run in groupby(reasons):
+            recomputed[reason] += sum(self._page for _ in run)
         rest = account.prompt_tokens - account.limit * self._page
         recomputed[Reason.PARTIAL_PAGE] += rest
         first = (reasons[0] if reasons else Reason.PARTIAL_PAGE, served * self._page) if account.prompt_tokens else None
@@ -195,12 +205,6 @@ class Accounting:
             prompt=report.prompt_tokens, device=report.device_tokens, host=report.host_tokens, bound=report.bound_tokens
         )
         self._recomputed.update(report.recomputed)
-
-    @staticmethod
-    def _cause(reason: Reason | None, note: int | None) -> Reason | None:
-        if reason is not Reason.FORGOTTEN:
-            return reason
-        return read_note(note)[0].reason if note else Reason.FORGOTTEN
 
     @property
     def open_accounts(self) -> int:

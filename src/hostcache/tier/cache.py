@@ -168,7 +168,10 @@ class HostCache:
                 jobs.append(job)
         states = self._table.state[going]
         mine = {job.job_id for job in jobs}
-        running = tuple(i for i, s in self._stores.items() if i in mine or np.isin(going, s).any())
+        filling = set(going[states == t.FILLING].tolist())
+        running = tuple(
+            i for i, s in self._stores.items() if i in mine or (filling and not filling.isdisjoint(s.tolist()))
+        )
         if running and not expired:
             self._count.evict_waits += not snapshot.waited
             snapshot.waited = True
@@ -229,7 +232,7 @@ class HostCache:
         """The next job of this snapshot, its first unwritten pages; None when there is none or no room for it."""
         table = self._table
         slots = snapshot.slots[: snapshot.store_pages]
-        absent = (table.state[slots] == t.ABSENT) & (table.device[slots] == 1)
+        absent = (table.state[slots] == t.ABSENT) & table.device[slots]
         dirty = np.flatnonzero(absent)
         if snapshot.store_pages < len(snapshot.slots):
             beyond = snapshot.slots[snapshot.store_pages :]
@@ -281,16 +284,13 @@ class HostCache:
         frames = table.drop(slots)
         table.fate[slots] = fate
         self._keeper.unpin(slots, bury=False)
-        for slot in slots[::-1].tolist():
-            if not table.device[slot]:
-                self._keeper.collapse(slot, DEPARTURES.get(fate, Departure.NOT_WRITTEN))
+        self._keeper.collapse(slots[::-1], np.full(len(slots), DEPARTURES[fate]))
         return frames
 
     def _why_unwritten(self, slot: int, expired: bool) -> Reason:
         if expired and self._table.state[slot] == t.FILLING:
             return Reason.LATE
-        departure = DEPARTURES.get(int(self._table.fate[slot]), Departure.NOT_WRITTEN)
-        return departure.reason
+        return Departure(int(DEPARTURES[self._table.fate[slot]])).reason
 
     # ---- restore
 
@@ -395,9 +395,12 @@ class HostCache:
             return [Reason.TIER_OFF] * len(keys)
         table = self._table
         slots = table.find(keys)
-        kinds = np.where((table.state[slots] == t.RESIDENT) | (table.device[slots] == 1), 0, 1)
-        kinds[slots < 0] = 2
-        return [(None, Reason.NOT_READY, Reason.FORGOTTEN)[kind] for kind in kinds.tolist()]
+        answers: list[Reason | None] = [None] * len(keys)
+        held = (slots >= 0) & ((table.state[slots] == t.RESIDENT) | table.device[slots])
+        others = np.flatnonzero(~held)
+        for at, slot in zip(others.tolist(), slots[others].tolist(), strict=True):
+            answers[at] = Reason.FORGOTTEN if slot == t.NONE else Reason.NOT_READY
+        return answers
 
     def stats(self) -> TierStats:
         """A frozen record of now. O(1)."""
@@ -424,26 +427,22 @@ class HostCache:
         """The invariants of design section 5. O(pages). Raises InvariantBroken with the numbers."""
         table = self._table
         table.check()
-        self._pool.check()
-        live = table.live()
         parts = (self._pool.free, table.tally.filling, table.tally.resident, self.quarantined)
         if sum(parts) != self._pool.total:
             raise InvariantBroken(f"free + filling + resident + quarantined is {parts}, not {self._pool.total} frames")
-        frames = [table.frame[live][table.frame[live] != t.NONE].astype(np.int64), *self._quarantine.values()]
-        taken = np.concatenate(frames)
-        if len(np.unique(taken)) != len(taken):
-            raise InvariantBroken("a frame stands behind two pages")
-        owned = np.zeros(len(table.pins), dtype=np.int64)
-        for slots in (*self._reserved.values(), *self._draining.values(), *self._stores.values()):
-            np.add.at(owned, slots, 1)
-        if (owned != table.pins).any():
-            raise InvariantBroken(f"{int(table.pins[live].sum())} pins, but their owners hold {int(owned.sum())} pages")
-        if self._count.pins_taken - self._count.pins_released != int(owned.sum()):
-            raise InvariantBroken(f"{self._count.pins_taken} − {self._count.pins_released} pins are not the live ones")
-        parents = table.parent[live]
-        child = live[(parents != t.NONE) & (table.state[live] != t.ABSENT) & (table.dead[live] == 0)]
-        above = table.parent[child]
-        if ((table.state[above] == t.ABSENT) & (table.device[above] == 0)).any():
+        live = table.live()
+        frames, parents = table.frame[live], table.parent[live]
+        onhost = frames != t.NONE
+        self._pool.check(np.concatenate([frames[onhost], *self._quarantine.values()]))
+        owners = [*self._reserved.values(), *self._draining.values(), *self._stores.values()]
+        held = sum(map(len, owners))
+        owned = np.bincount(np.concatenate(owners), minlength=len(table.pins)) if owners else 0
+        if np.count_nonzero(table.pins != owned):
+            raise InvariantBroken(f"{int(table.pins.sum())} pins, but their owners hold {held} pages")
+        if self._count.pins_taken - self._count.pins_released != held:
+            raise InvariantBroken(f"{self._count.pins_taken} − {self._count.pins_released} pins are not {held} live")
+        above = parents[(parents != t.NONE) & onhost & ~table.dead[live]]
+        if np.count_nonzero(table.state[above].astype(bool) | table.device[above]) != len(above):
             raise InvariantBroken("a page is on the host although its predecessor is in no tier")
         if self._count.peak_frames > self._pool.total:
             raise InvariantBroken(f"{self._count.peak_frames} frames were in use, the quota is {self._pool.total}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import repeat
 
 from hostcache.tier.keys import KeyChain, PageKey, chain_ids
 
@@ -44,27 +45,29 @@ class History:
 
     def seen(self, chain: KeyChain, start: int, stop: int) -> None:
         """Pages [start, stop) of the chain exist now."""
-        self._add(dict.fromkeys(self.ids(chain.identity.digest, chain.keys[start:stop]), PRESENT))
-        self._plain_young.update(dict.fromkeys(chain_ids(chain.plain[start:stop]), chain.identity.digest))
+        own = chain.identity.digest
+        self._young.update(zip(self.ids(own, chain.keys[start:stop]), repeat(PRESENT)))
+        self._turn()
+        self._plain_young.update(zip(chain_ids(chain.plain[start:stop]), repeat(own)))
         if len(self._plain_young) > self._half:
             self._plain_old, self._plain_young = self._plain_young, {}
 
     def left(self, ids: Iterable[int], note: int) -> None:
         """These pages are in no tier any more; `note` (over 0) says how they left."""
-        self._add(dict.fromkeys(ids, note))
+        young, half = self._young, self._half
+        for i in ids:
+            young[i] = note
+            if len(young) > half:
+                self._turn()
+                young = self._young
 
     def notes(self, ids: Sequence[int]) -> list[int | None]:
         """What is known of each: its note, or None for a page that was never seen (or is forgotten)."""
-        young, old = self._young, self._old
-        return [young[i] if i in young else old.get(i) for i in ids]
-
-    def known(self, ids: Sequence[int]) -> int:
-        """How many leading ids were seen before."""
-        young, old = self._young, self._old
-        for count, i in enumerate(ids):
-            if i not in young and i not in old:
-                return count
-        return len(ids)
+        notes = list(map(self._young.get, ids))
+        if self._old and None in notes:
+            old = self._old
+            notes = [old.get(i) if note is None else note for i, note in zip(ids, notes, strict=True)]
+        return notes
 
     def known_elsewhere(self, chain: KeyChain, start: int, stop: int) -> list[bool]:
         """For each page: were the same tokens last seen under another identity?"""
@@ -80,8 +83,8 @@ class History:
         self._epochs.clear()
         self.exact = True
 
-    def _add(self, notes: dict[int, int]) -> None:
-        self._young.update(notes)
+    def _turn(self) -> None:
+        """A full generation becomes the old one."""
         if len(self._young) > self._half:
             if self.exact and any(i not in self._young for i in self._old):
                 self.exact = False

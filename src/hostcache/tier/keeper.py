@@ -7,8 +7,10 @@ reached through it; what a running copy holds becomes unmatchable at once (*dead
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from hostcache.tier import table as t
 from hostcache.tier.config import TierConfig
@@ -27,8 +29,9 @@ TRIM_FACTOR = 4
 conversations leave neighbouring frames. Of a larger one only the tail goes."""
 
 
-DEPARTURES = {t.KEPT_OUT: Departure.KEPT_OUT, t.OPTED_OUT: Departure.OPTED_OUT, t.FAILED: Departure.FAILED}
-"""How a page without a host copy left, by its fate; any other: NOT_WRITTEN."""
+DEPARTURES = np.array([Departure.NOT_WRITTEN, Departure.NOT_WRITTEN, Departure.KEPT_OUT, Departure.OPTED_OUT,
+                       Departure.FAILED], dtype=np.int64)
+"""How a page without a host copy left, by its fate: UNDECIDED, LEAVING, KEPT_OUT, OPTED_OUT or FAILED."""
 
 
 class Keeper:
@@ -51,13 +54,12 @@ class Keeper:
         """Pages [start, stop) are on the device."""
         slots, added = self.table.add(chain, start, stop)
         if len(added):
-            self._greet(chain, start, slots, added)
+            self._greet(chain.identity.digest, added)
         self.table.set_device(slots, True)
 
-    def _greet(self, chain: KeyChain, start: int, slots: t.Slots, added: t.Slots) -> None:
+    def _greet(self, digest: bytes, added: t.Slots) -> None:
         """New rows: note whose they are, whether they were here before, and whether losing them was a mistake."""
         table = self.table
-        digest = chain.identity.digest
         if digest not in self._identity_numbers:
             self._identity_numbers[digest] = len(self._identities)
             self._identities.append(digest)
@@ -67,16 +69,12 @@ class Keeper:
         parent = int(table.parent[added[0]])
         if parent != t.NONE and table.frontier[parent]:
             table.returned[added] = 1
-        fresh = np.isin(slots, added, assume_unique=True)
-        keys = [chain.keys[start + i] for i in np.flatnonzero(fresh).tolist()]
-        ids = self._history.ids(digest, keys)
-        for slot, note in zip(added.tolist(), self._history.notes(ids), strict=True):
-            if note:
-                table.returned[slot] = 1
-                departure, tick = read_note(note)
-                rule = departure.rule
-                if rule is not None:
-                    self._duel.returned(rule, 1, self.tick - tick)
+        notes = self._history.notes(self._history.ids(digest, table.keys_of(added)))
+        for note, run in groupby(note for note in notes if note):
+            departure, tick = read_note(note)
+            if departure.rule is not None:
+                self._duel.returned(departure.rule, sum(1 for _ in run), self.tick - tick)
+        table.returned[added[[bool(note) for note in notes]]] = 1
 
     # ---- going
 
@@ -85,15 +83,13 @@ class Keeper:
         table = self.table
         slots = table.find(keys)
         slots = slots[slots >= 0]
-        fates = table.fate[slots].copy()
+        fates = table.fate[slots]
         table.set_device(slots, False)
-        for at in range(len(slots) - 1, -1, -1):
-            slot = int(slots[at])
-            if table.state[slot] == t.ABSENT:
-                departure = DEPARTURES.get(int(fates[at]), Departure.NOT_WRITTEN)
-                if departure is Departure.KEPT_OUT:
-                    self._duel.lost(Rule.KEEP, 1)
-                self.collapse(slot, departure)
+        unwritten = np.flatnonzero(table.state[slots] == t.ABSENT)[::-1]
+        fates = fates[unwritten]
+        for _ in range(int(np.count_nonzero(fates == t.KEPT_OUT))):
+            self._duel.lost(Rule.KEEP, 1)
+        self.collapse(slots[unwritten], DEPARTURES[fates])
 
     def distrust(self, keys: Sequence[PageKey]) -> None:
         """The host's bytes of these pages are not what was stored: they are never offered again."""
@@ -104,9 +100,9 @@ class Keeper:
             if table.pins[slot]:
                 self._kill(slot, Departure.FAILED)
                 continue
-            self.pool.give_back(table.drop(np.array([slot], dtype=np.int64)))
-            if not table.device[slot]:
-                self.collapse(slot, Departure.FAILED)
+            one = np.array([slot], dtype=np.int64)
+            self.pool.give_back(table.drop(one))
+            self.collapse(one, np.array([Departure.FAILED]))
 
     def pages_of(self, identity: bytes) -> t.Slots:
         """Every page under the identity of this digest."""
@@ -142,16 +138,16 @@ class Keeper:
         """The next tail to evict for a newcomer that has `returned` or not, and whether its place is contested: its
         worth is the newcomer's own, so that either could stay."""
         table = self.table
-        if self._lru:
-            oldest = (table.oldest(worth) for worth in (t.DUPLICATE, t.ONCE, t.RETURNED))
-            return min((s for s in oldest if s is not None), key=lambda s: int(table.used[s]), default=None), False
-        if (duplicate := table.youngest(t.DUPLICATE)) is not None:
-            return duplicate, False
         once, came_back = table.oldest(t.ONCE), table.oldest(t.RETURNED)
         # A copy whose page the device is about to drop as well is as good as the newcomer's: to trade one for the other
         # would only move bytes. It was written lately, so nothing older is left in its list.
         once = None if once is not None and table.device[once] else once
         came_back = None if came_back is not None and table.device[came_back] else came_back
+        if self._lru:
+            oldest = (s for s in (table.oldest(t.DUPLICATE), once, came_back) if s is not None)
+            return min(oldest, key=lambda s: int(table.used[s]), default=None), False
+        if (duplicate := table.youngest(t.DUPLICATE)) is not None:
+            return duplicate, False
         if once is not None:
             return once, not returned
         if came_back is None:
@@ -164,41 +160,57 @@ class Keeper:
     def _evict(self, tail: int, need: int) -> None:
         """Drop the run of pages that ends in `tail`: whole when it is small, else as much of its tail as is needed."""
         table = self.table
-        run = [tail]
-        worth = int(table.listed[tail])
-        slot = int(table.parent[tail])
-        while slot != t.NONE and len(run) <= TRIM_FACTOR * need:
-            alone = table.host_children[slot] == 1 and table.state[slot] == t.RESIDENT and not table.pins[slot]
-            duplicate = bool(table.device[slot]) and table.fate[slot] != t.LEAVING
-            if not alone or duplicate != (worth == t.DUPLICATE) or (worth == t.ONCE and table.returned[slot]):
-                break
-            run.append(slot)
-            slot = int(table.parent[slot])
+        run = table.ancestors(tail, TRIM_FACTOR * need + 1)
+        worth, above = table.listed[tail], run[1:]
+        duplicate = table.device[above] & (table.fate[above] != t.LEAVING)
+        stays = (table.host_children[above] != 1) | (table.state[above] != t.RESIDENT) | (table.pins[above] != 0)
+        stays |= duplicate != (worth == t.DUPLICATE)
+        if worth == t.ONCE:
+            stays |= table.returned[above]
+        if stays.any():
+            run = run[: 1 + int(stays.argmax())]
         if len(run) > TRIM_FACTOR * need:
-            del run[need:]
+            run = run[:need]
         self._count.host_evictions += 1
         self._count.host_evicted_pages += len(run)
-        lost = 0
-        self.pool.give_back(table.drop(np.array(run, dtype=np.int64)))
-        for slot in run:
-            if not table.device[slot]:
-                lost += 1
-                self.collapse(slot, Departure.DISPLACED)
-        if lost:
-            self._duel.lost(Rule.DISPLACE, lost)
+        self.pool.give_back(table.drop(run))
+        lost = run[~table.device[run]]
+        self.collapse(lost, np.full(len(lost), Departure.DISPLACED))
+        if len(lost):
+            self._duel.lost(Rule.DISPLACE, len(lost))
 
     # ---- pages that are in no tier
 
-    def collapse(self, slot: int, departure: Departure) -> None:
-        """A page has left every tier: it leaves the table, and what could only be reached through it goes with it."""
+    def collapse(self, slots: t.Slots, departures: npt.NDArray[np.int64]) -> None:
+        """Pages, tails first, that lost a copy: those in no tier now leave the table, and what could only be reached
+        through them goes with them. What something still holds stays."""
         table = self.table
-        if not table.known[slot] or table.state[slot] != t.ABSENT or table.device[slot] or table.pins[slot]:
-            return  # a page behind it took it along, or something still holds it
+        gone = (table.state[slots] == t.ABSENT) & ~table.device[slots] & (table.pins[slots] == 0)
+        slots, departures = slots[gone], departures[gone]
+        if not len(slots):
+            return
+        # A run: each page is the only child of the next, so that they all go at once when the first has no child.
+        after, before = slots[:-1], slots[1:]
+        joined = (table.child[before] == after) & (table.next_sibling[after] == t.NONE)
+        joined &= (departures[1:] == departures[:-1]) & ~table.dead[before]
+        starts = [0, *(np.flatnonzero(~joined) + 1).tolist()]
+        for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True):
+            departure = Departure(int(departures[start]))
+            first = slots[start]
+            if table.known[first] and not table.dead[first] and table.child[first] == t.NONE:
+                self._detach(slots[start:stop], departure)
+                self._clear(slots[start:stop])
+            else:
+                for slot in slots[start:stop].tolist():
+                    self._collapse_one(slot, departure)
+
+    def _collapse_one(self, slot: int, departure: Departure) -> None:
+        table = self.table
+        if not table.known[slot]:
+            return  # a page behind it took it along
         if not table.dead[slot]:
-            self._note(slot, departure)
-            table.detach_key(slot)
-            table.dead[slot] = 1
-            for child in list(table.children(slot)):
+            self._detach(np.array([slot], dtype=np.int64), departure)
+            for child in table.children(slot):
                 self._kill(child, Departure.DISPLACED)
         self._bury_all([slot])
 
@@ -206,19 +218,29 @@ class Keeper:
         """Make a page and all behind it unmatchable, and drop what no copy holds in place. Without a departure
         the history is told by the caller."""
         table = self.table
-        order, stack = [], [root]
-        while stack:
-            slot = stack.pop()
-            order.append(slot)
-            stack.extend(table.children(slot))
-        for slot in order:
-            if not table.dead[slot]:
-                if departure is not None:
-                    self._note(slot, departure)
-                    self._count.orphaned_pages += int(table.state[slot] != t.ABSENT)
-                table.detach_key(slot)
-                table.dead[slot] = 1
-        self._bury_all(reversed(order))
+        tree = table.tree(root)
+        alive = tree[~table.dead[tree]]
+        if departure is not None:
+            self._count.orphaned_pages += int(np.count_nonzero(table.state[alive] != t.ABSENT))
+        self._detach(alive, departure)
+        if table.pins[tree].any():
+            self._bury_all(tree[::-1].tolist())
+        else:
+            self._clear(tree[::-1])
+
+    def _clear(self, tree: t.Slots) -> None:
+        """A dead page and all behind it, itself last, that nothing pins: they leave every tier and the table, and so do
+        the dead pages before it that only waited for it."""
+        table = self.table
+        resident = tree[table.state[tree] == t.RESIDENT]
+        if len(resident):
+            self.pool.give_back(table.drop(resident))
+        if table.device[tree].any():
+            table.set_device(tree, False)
+        parent = int(table.parent[tree[-1]])
+        table.prune(tree)
+        if parent != t.NONE:
+            self._bury_all([parent])
 
     def _bury(self, slot: int) -> None:
         """A dead page without pins gives its frame back; without children it leaves the table, and so do the dead pages
@@ -232,15 +254,18 @@ class Keeper:
             if table.child[slot] != t.NONE:
                 return
             parent = int(table.parent[slot])
-            table.prune(slot)
+            table.prune(one)
             if parent == t.NONE or not table.dead[parent]:
                 return
             slot = parent
         table.relist(slot)
 
-    def _note(self, slot: int, departure: Departure) -> None:
-        ids = self._history.ids(self._identities[self.table.identity[slot]], [self.table.key(slot)])
-        self._history.left(ids, write_note(departure, self.tick))
+    def _detach(self, slots: t.Slots, departure: Departure | None) -> None:
+        """These pages of one conversation become unmatchable; the history hears how they left."""
+        keys = self.table.detach(slots)
+        if departure is not None and keys:
+            ids = self._history.ids(self._identities[self.table.identity[slots[0]]], keys)
+            self._history.left(ids, write_note(departure, self.tick))
 
     def _bury_all(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -256,4 +281,4 @@ class Keeper:
         self._count.pins_released += len(slots)
         self.table.unpin(slots)
         if bury:
-            self._bury_all(slots[self.table.dead[slots] == 1][::-1].tolist())
+            self._bury_all(slots[self.table.dead[slots]][::-1].tolist())

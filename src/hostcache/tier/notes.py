@@ -27,6 +27,7 @@ class Departure(IntEnum):
         return _RULES.get(self)
 
 
+_DEPARTURES = dict(enumerate(Departure, start=1))
 _REASONS = {
     Departure.DISPLACED: Reason.EVICTED,
     Departure.KEPT_OUT: Reason.NOT_WRITTEN,
@@ -42,4 +43,4 @@ def write_note(departure: Departure, tick: int) -> int:
 
 
 def read_note(note: int) -> tuple[Departure, int]:
-    return Departure(note & 7), note >> 3
+    return _DEPARTURES[note & 7], note >> 3

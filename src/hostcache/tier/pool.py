@@ -62,14 +62,23 @@ class FramePool:
             self._put(first, length)
         self.free += len(ordered)
 
-    def check(self) -> None:
-        """The runs are disjoint, not adjacent, and add up to `free`. O(runs)."""
+    def check(self, taken: Frames | None = None) -> None:
+        """The runs are disjoint, not adjacent, and add up to `free`. O(runs). With the `taken` frames that holders know
+        of: every frame is free or taken, once. O(frames)."""
         runs = sorted((first, int(self._length[first])) for bucket in self._buckets for first in bucket)
         if sum(length for _, length in runs) != self.free:
             raise InvariantBroken(f"free runs hold {sum(n for _, n in runs)} frames, the pool says {self.free}")
         for (first, length), (following, _) in pairwise(runs):
             if first + length >= following:
                 raise InvariantBroken(f"free run {first}+{length} touches the run at {following}")
+        if taken is None:
+            return
+        holders = np.bincount(taken, minlength=self.total)
+        for first, length in runs:
+            holders[first : first + length] += 1
+        if len(holders) != self.total or np.count_nonzero(holders == 1) != self.total:
+            frame = int((holders != 1).argmax())
+            raise InvariantBroken(f"frame {frame} of {self.total} is free or taken {holders[frame]} times")
 
     # ---- runs
 

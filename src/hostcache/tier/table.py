@@ -9,7 +9,7 @@ million page records as objects would cost the collector seconds and the machine
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -31,27 +31,34 @@ UNLISTED, DUPLICATE, ONCE, RETURNED = 0, 1, 2, 3
 UNDECIDED, LEAVING, KEPT_OUT, OPTED_OUT, FAILED = 0, 1, 2, 3, 4
 """Fates: LEAVING its host copy is the one that will remain; the others say why it has none."""
 
-_COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("known", "u1", 0),  # this slot stands for a page
-    ("identity", "i4", NONE),  # number of the identity it is kept under
-    ("parent", "i4", NONE),
-    ("child", "i4", NONE),  # first child; siblings form a chain
-    ("next_sibling", "i4", NONE),
-    ("prev_sibling", "i4", NONE),
-    ("host_children", "i4", 0),  # children filling or resident
-    ("frame", "i4", NONE),
-    ("state", "u1", ABSENT),
-    ("device", "u1", 0),
-    ("pins", "i4", 0),
-    ("returned", "u1", 0),  # somebody came back for it
-    ("frontier", "u1", 0),  # a snapshot ended here
-    ("fate", "u1", 0),  # what was decided for it as its eviction from the device came near
-    ("dead", "u1", 0),  # unmatchable, goes with its last pin
-    ("used", "i8", 0),  # tick of its last use
-    ("listed", "u1", UNLISTED),
-    ("older", "i4", NONE),
-    ("younger", "i4", NONE),
-)
+_WORDS = {
+    "identity": NONE,  # number of the identity it is kept under
+    "parent": NONE,
+    "child": NONE,  # first child; siblings form a chain
+    "next_sibling": NONE,
+    "prev_sibling": NONE,
+    "host_children": 0,  # children filling or resident
+    "frame": NONE,
+    "pins": 0,
+    "older": NONE,
+    "younger": NONE,
+}
+"""Columns of 32 bits, each with what it holds where no page is."""
+
+_FLAGS = {
+    "known": np.bool_,  # this slot stands for a page
+    "state": np.uint8,
+    "device": np.bool_,
+    "returned": np.bool_,  # somebody came back for it
+    "frontier": np.bool_,  # a snapshot ended here
+    "fate": np.uint8,  # what was decided for it as its eviction from the device came near
+    "dead": np.bool_,  # unmatchable, goes with its last pin
+    "listed": np.uint8,
+}
+"""Columns of a byte, 0 where no page is."""
+
+_KEY = np.dtype(f"V{KEY_BYTES}")
+_EMPTY = np.array([list(_WORDS.values())], dtype=np.int32).T
 
 
 @dataclass(slots=True)
@@ -72,7 +79,6 @@ class Tally:
 class PageTable:
     """Key → slot, and the columns. Slots are recycled; columns grow by doubling."""
 
-    known: npt.NDArray[np.uint8]
     identity: npt.NDArray[np.int32]
     parent: npt.NDArray[np.int32]
     child: npt.NDArray[np.int32]
@@ -80,27 +86,31 @@ class PageTable:
     prev_sibling: npt.NDArray[np.int32]
     host_children: npt.NDArray[np.int32]
     frame: npt.NDArray[np.int32]
-    state: npt.NDArray[np.uint8]
-    device: npt.NDArray[np.uint8]
     pins: npt.NDArray[np.int32]
-    returned: npt.NDArray[np.uint8]
-    frontier: npt.NDArray[np.uint8]
-    fate: npt.NDArray[np.uint8]
-    dead: npt.NDArray[np.uint8]
-    used: npt.NDArray[np.int64]
-    listed: npt.NDArray[np.uint8]
     older: npt.NDArray[np.int32]
     younger: npt.NDArray[np.int32]
+    known: npt.NDArray[np.bool_]
+    state: npt.NDArray[np.uint8]
+    device: npt.NDArray[np.bool_]
+    returned: npt.NDArray[np.bool_]
+    frontier: npt.NDArray[np.bool_]
+    fate: npt.NDArray[np.uint8]
+    dead: npt.NDArray[np.bool_]
+    listed: npt.NDArray[np.uint8]
+    used: npt.NDArray[np.int64]
+    """Tick of its last use."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self.index: dict[bytes, int] = {}
         self.tally = Tally()
-        self._capacity = capacity
-        for name, kind, empty in _COLUMNS:
-            setattr(self, name, np.full(capacity, empty, dtype=kind))
-        self._keys = np.zeros((capacity, KEY_BYTES), dtype=np.uint8)
-        self._spare = np.arange(capacity - 1, -1, -1, dtype=np.int64)
-        self._spares = capacity
+        self._capacity = 0
+        self._words = np.empty((len(_WORDS), 0), dtype=np.int32)
+        self._flags = np.empty((len(_FLAGS), 0), dtype=np.uint8)
+        self._keys = np.empty(0, dtype=_KEY)
+        self.used = np.empty(0, dtype=np.int64)
+        self._spare = np.empty(0, dtype=np.int64)
+        self._spares = 0
+        self._stretch(capacity)
         self._oldest = [NONE] * 4
         self._youngest = [NONE] * 4
 
@@ -125,12 +135,9 @@ class PageTable:
             step = min(4096, step * 4)
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def key(self, slot: int) -> PageKey:
-        return PageKey(self._keys[slot].tobytes())
-
     def keys_of(self, slots: Slots) -> list[PageKey]:
-        data = self._keys[slots].tobytes()
-        return [PageKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
+        keys: list[PageKey] = self._keys[slots].tolist()
+        return keys
 
     def live(self) -> Slots:
         """Every used slot, dead ones included."""
@@ -152,9 +159,9 @@ class PageTable:
         added = self._new(len(missing))
         if len(missing):
             slots[missing] = added
-            self.index.update(zip((keys[i] for i in missing.tolist()), added.tolist(), strict=True))
-            data = b"".join([keys[i] for i in missing.tolist()])
-            self._keys[added] = np.frombuffer(data, dtype=np.uint8).reshape(-1, KEY_BYTES)
+            unknown = [keys[i] for i in missing.tolist()]
+            self.index.update(zip(unknown, added.tolist(), strict=True))
+            self._keys[added] = np.frombuffer(b"".join(unknown), dtype=_KEY)
         before = self.index.get(chain.keys[start - 1], NONE) if start and len(slots) else NONE
         parents = np.concatenate(([before], slots[:-1])) if len(slots) else slots
         # Freshly added neighbours are each other's only relation and are joined in one go; the rest one by one.
@@ -191,27 +198,51 @@ class PageTable:
             self.prev_sibling[after] = before
         self.parent[slot] = self.prev_sibling[slot] = self.next_sibling[slot] = NONE
 
-    def children(self, slot: int) -> Iterator[int]:
-        child = int(self.child[slot])
+    def children(self, slot: int) -> list[int]:
+        following, child, found = self.next_sibling.data, int(self.child[slot]), []
         while child != NONE:
-            following = int(self.next_sibling[child])
-            yield child
-            child = following
+            found.append(child)
+            child = following[child]
+        return found
 
-    def prune(self, slot: int) -> None:
-        """Take a page that is in no tier, has no pin and no child out of the table."""
-        self.detach_key(slot)
-        self._leave_parent(slot)
-        for name, _, empty in _COLUMNS:
-            getattr(self, name)[slot] = empty
-        self._spare[self._spares] = slot
-        self._spares += 1
+    def tree(self, root: int) -> Slots:
+        """The page and all behind it, itself first."""
+        child, following = self.child.data, self.next_sibling.data
+        order, stack = [], [root]
+        while stack:
+            order.append(stack.pop())
+            slot = child[order[-1]]
+            while slot != NONE:
+                stack.append(slot)
+                slot = following[slot]
+        return np.array(order, dtype=np.int64)
 
-    def detach_key(self, slot: int) -> None:
-        """Make the page unmatchable."""
-        key = self.key(slot)
-        if self.index.get(key) == slot:
+    def ancestors(self, slot: int, count: int) -> Slots:
+        """The page, the one before it and so on, tail first: `count` of them, or as many as there are."""
+        above, run = self.parent.data, []
+        for _ in range(count):
+            run.append(slot)
+            slot = above[slot]
+            if slot == NONE:
+                break
+        return np.array(run, dtype=np.int64)
+
+    def detach(self, slots: Slots) -> list[PageKey]:
+        """These pages become unmatchable: dead. Returns their keys."""
+        keys = self.keys_of(slots)
+        for key in keys:
             del self.index[key]
+        self.dead[slots] = 1
+        return keys
+
+    def prune(self, tree: Slots) -> None:
+        """Take a dead page and all behind it, itself last, out of the table; none is in a tier or pinned any more."""
+        self._leave_parent(int(tree[-1]))
+        self._words[:, tree] = _EMPTY
+        self._flags[:, tree] = 0
+        self.used[tree] = 0
+        self._spare[self._spares : self._spares + len(tree)] = tree
+        self._spares += len(tree)
 
     # ---- states
 
@@ -236,12 +267,12 @@ class PageTable:
         """filling or resident → absent. Returns the frames, which the caller now owns."""
         for slot in slots[self.listed[slots] != UNLISTED].tolist():
             self._unlink(slot)
-        resident, device = self.state[slots] == RESIDENT, self.device[slots] == 1
+        resident, device = self.state[slots] == RESIDENT, self.device[slots]
         self.tally.filling -= len(slots) - _count(resident)
         self.tally.resident -= _count(resident)
         self.tally.duplicate -= _count(resident & device)
         self.tally.dirty += _count(device)
-        self.tally.frontiers -= _count(resident & (self.frontier[slots] == 1))
+        self.tally.frontiers -= _count(resident & self.frontier[slots])
         frames = self.frame[slots].astype(np.int64)
         self.frame[slots] = NONE
         self.state[slots] = ABSENT
@@ -299,7 +330,8 @@ class PageTable:
     def relist_all(self, slots: npt.NDArray[np.signedinteger], *, moved: bool = False) -> None:
         """Put each page into the list it belongs in; `moved` also moves those that stay to the young end."""
         # Only tails can be listed, so of a long chain hardly any page is looked at.
-        maybe = (self.listed[slots] != UNLISTED) | ((self.state[slots] == RESIDENT) & (self.host_children[slots] == 0))
+        tail = (self.state[slots] == RESIDENT) & ~self.host_children[slots].astype(bool)
+        maybe = tail | self.listed[slots].astype(bool)
         for slot in slots[maybe].tolist():
             self.relist(slot, moved=moved)
 
@@ -363,66 +395,87 @@ class PageTable:
 
     def _new(self, count: int) -> Slots:
         while self._spares < count:
-            self._grow()
+            self._stretch(2 * self._capacity)
         self._spares -= count
         slots = self._spare[self._spares : self._spares + count][::-1].copy()
         self.known[slots] = 1
         return slots
 
-    def _grow(self) -> None:
-        old, self._capacity = self._capacity, self._capacity * 2
-        for name, kind, empty in _COLUMNS:
-            setattr(self, name, np.concatenate((getattr(self, name), np.full(old, empty, dtype=kind))))
-        self._keys = np.concatenate((self._keys, np.zeros((old, KEY_BYTES), dtype=np.uint8)))
-        spare = np.empty(self._capacity, dtype=np.int64)
-        spare[:old] = np.arange(self._capacity - 1, old - 1, -1)
-        spare[old : old + self._spares] = self._spare[: self._spares]
+    def _stretch(self, capacity: int) -> None:
+        """Room for this many pages. The columns of one width are the rows of one array: a page is wiped in one go."""
+        old, self._capacity = self._capacity, capacity
+        more = capacity - old
+        all_words = np.empty((len(_WORDS), capacity), dtype=np.int32)
+        all_words[:, :old], all_words[:, old:] = self._words, _EMPTY
+        self._words = all_words
+        all_flags = np.zeros((len(_FLAGS), capacity), dtype=np.uint8)
+        all_flags[:, :old] = self._flags
+        self._flags = all_flags
+        for name, words in zip(_WORDS, self._words, strict=True):
+            setattr(self, name, words)
+        for (name, kind), flags in zip(_FLAGS.items(), self._flags, strict=True):
+            setattr(self, name, flags.view(kind))
+        self._keys = np.concatenate((self._keys, np.zeros(more, dtype=_KEY)))
+        self.used = np.concatenate((self.used, np.zeros(more, dtype=np.int64)))
+        spare = np.empty(capacity, dtype=np.int64)
+        spare[:more] = np.arange(capacity - 1, old - 1, -1)
+        spare[more : more + self._spares] = self._spare[: self._spares]
         self._spare = spare
-        self._spares += old
+        self._spares += more
 
     # ---- proof
 
     def check(self) -> None:
-        """Tree, lists and columns agree. O(pages), in whole columns: it runs after every move in the tests."""
+        """Index, tree, lists and columns agree. O(pages), in whole columns: it runs after every move in the tests."""
         live = self.live()
-        dead, state, device = self.dead[live] == 1, self.state[live], self.device[live] == 1
-        named = live[~dead]
-        if len(self.index) != len(named) or (self.find(self.keys_of(named)) != named).any():
-            raise InvariantBroken(f"{len(self.index)} keys lead to {len(named)} live pages")
-        self._check_tree(live)
-        tail = (state == RESIDENT) & (self.pins[live] == 0) & (self.host_children[live] == 0) & ~dead
-        kept = np.where(self.returned[live] == 1, RETURNED, ONCE)
-        worth = np.where(device & (self.fate[live] != LEAVING), DUPLICATE, kept)
-        _same("listed", live, self.listed[live], np.where(tail, worth, UNLISTED))
-        _same("without a frame", live, self.frame[live] == NONE, state == ABSENT)
-        waiting = dead & (self.child[live] != NONE)  # for the last pin of a page behind it
-        _same("in no tier", live, (state == ABSENT) & ~device & (self.pins[live] == 0) & ~waiting, False)
+        state, device, dead = self.state[live], self.device[live], self.dead[live]
+        listed, children, pinned = self.listed[live], self.host_children[live], self.pins[live].astype(bool)
+        resident, hosted = state == RESIDENT, state.astype(bool)
+        slots = np.fromiter(self.index.values(), dtype=np.int64, count=len(self.index))
+        if (len(slots) != len(live) - _count(dead) or _count(self.known[slots] > self.dead[slots]) != len(slots)
+                or b"".join(self.index) != self._keys[slots].tobytes()):
+            raise InvariantBroken(f"{len(slots)} keys lead to {len(live) - _count(dead)} live pages")
+        worth = self.returned[live] + ONCE
+        worth[device & (self.fate[live] != LEAVING)] = DUPLICATE
+        worth[~resident | pinned | dead | children.astype(bool)] = UNLISTED
+        _same("listed", live, listed, worth)
+        _same("with a frame", live, self.frame[live] != NONE, hosted)
+        has_child = self.child[live] != NONE  # a dead page may wait for the last pin of a page behind it
+        _same("in some tier, or held", live, hosted | device | pinned | (dead & has_child), True)
         counted = Tally(
-            filling=_count(state == FILLING), resident=_count(state == RESIDENT),
-            duplicate=_count((state == RESIDENT) & device), dirty=_count((state == ABSENT) & device),
-            pinned=_count(self.pins[live] > 0), frontiers=_count((state == RESIDENT) & (self.frontier[live] == 1)))
+            filling=_count(hosted) - _count(resident), resident=_count(resident), duplicate=_count(resident & device),
+            dirty=_count(device > hosted), pinned=_count(pinned), frontiers=_count(resident & self.frontier[live]))
         if counted != self.tally:
             raise InvariantBroken(f"the tally is {self.tally}, counting gives {counted}")
-        for worth_ in (DUPLICATE, ONCE, RETURNED):
-            self._check_list(worth_, int((self.listed[live] == worth_).sum()))
+        self._check_tree(live, _count(has_child), children)
+        for worth_, claimed in enumerate(np.bincount(listed, minlength=4).tolist()):
+            if worth_ != UNLISTED:
+                self._check_list(worth_, claimed)
 
-    def _check_tree(self, live: Slots) -> None:
-        joined = live[self.parent[live] != NONE]
-        above, before, after = self.parent[joined], self.prev_sibling[joined], self.next_sibling[joined]
-        _same("reached from its parent", joined, np.where(before == NONE, self.child[above], joined), joined)
-        _same("reached from its sibling", joined, np.where(before == NONE, joined, self.next_sibling[before]), joined)
-        _same("reached backwards", joined, np.where(after == NONE, joined, self.prev_sibling[after]), joined)
-        _same("under its sibling's parent", joined, np.where(before == NONE, above, self.parent[before]), above)
-        count = np.zeros(self._capacity, dtype=np.int64)
-        np.add.at(count, above, self.state[joined] != ABSENT)
-        _same("with host children", live, self.host_children[live], count[live])
+    def _check_tree(self, live: Slots, parents: int, host_children: npt.NDArray[np.int32]) -> None:
+        above = self.parent[live]
+        below = above != NONE
+        joined, above = live[below], above[below]
+        before = self.prev_sibling[joined]
+        first = before == NONE
+        reached, beside = self.next_sibling[before], self.parent[before]
+        reached[first], beside[first] = self.child[above[first]], above[first]
+        _same("reached", joined, reached, joined)
+        _same("under its sibling's parent", joined, beside, above)
+        # Each page is reached in one step of its own. Did another step lead elsewhere, there would be more steps.
+        steps = parents + _count(self.next_sibling[live] != NONE)
+        if steps != len(joined) or parents != _count(first):
+            raise InvariantBroken(f"{parents} first children and {steps} steps lead to {len(joined)} pages")
+        count = np.bincount(above[self.state[joined].astype(bool)], minlength=self._capacity)
+        _same("with host children", live, host_children, count[live])
 
     def _check_list(self, worth: int, claimed: int) -> None:
+        listed, older, younger = self.listed.data, self.older.data, self.younger.data
         seen, slot, before = 0, self._oldest[worth], NONE
         while slot != NONE:
-            if self.listed[slot] != worth or self.older[slot] != before or seen > claimed:
+            if listed[slot] != worth or older[slot] != before or seen > claimed:
                 raise InvariantBroken(f"the list of worth {worth} is broken at slot {slot}")
-            seen, before, slot = seen + 1, slot, int(self.younger[slot])
+            seen, before, slot = seen + 1, slot, younger[slot]
         if seen != claimed or self._youngest[worth] != before:
             raise InvariantBroken(f"the list of worth {worth} holds {seen} pages, {claimed} claim to stand in it")
 
@@ -431,10 +484,13 @@ def _count(flags: npt.NDArray[np.generic]) -> int:
     return int(np.count_nonzero(flags))
 
 
-def _same(what: str, slots: Slots, found: npt.ArrayLike, expected: npt.ArrayLike) -> None:
-    wrong = np.flatnonzero(np.asarray(found) != np.asarray(expected))
-    if len(wrong):
-        at = int(wrong[0])
-        values = [np.broadcast_to(np.asarray(v), len(slots))[at] for v in (found, expected)]
-        where = f"{len(wrong)} pages, first slot {slots[at]}"
-        raise InvariantBroken(f"{where}: {what} is {values[0]}, should be {values[1]}")
+def _same(
+    what: str, slots: Slots, found: npt.NDArray[np.generic], expected: npt.NDArray[np.generic] | bool
+) -> None:
+    if not _count(found != expected):
+        return
+    wrong = np.flatnonzero(found != expected)
+    at = int(wrong[0])
+    values = [np.broadcast_to(np.asarray(v), len(slots))[at] for v in (found, expected)]
+    where = f"{len(wrong)} pages, first slot {slots[at]}"
+    raise InvariantBroken(f"{where}: {what} is {values[0]}, should be {values[1]}")
