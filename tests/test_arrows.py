@@ -23,7 +23,7 @@ PARTS = {
     "report": 5,
     "cli": 6,
 }  # fmt: skip
-LEAVES = {"errors", "clock", "records", "settings", "sizes"}
+LEAVES = {"errors", "clock", "folders", "records", "settings", "sizes"}
 COMMANDS = {"cli", "doctor", "__main__"}
 ROOT = "hostcache"  # the package's own __init__: version and public names
 

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -150,10 +151,11 @@ def _parser(arguments: Sequence[str]) -> _Parser:
     asked = next((each for each in arguments if not each.startswith("-")), None)
     for name, module, text in (
         ("demo", "hostcache.bench.demo", "tier off against tier on, with the real engine"),
-        ("bench", "hostcache.bench.cli", "measure copies, bookkeeping, the engine and memory"),
+        ("bench", "hostcache.bench.cli", "measure copies, bookkeeping, the engine, memory and the simulator"),
+        ("sim", "hostcache.sim.commands", "simulate: plan a host size, re-play the published fleet, hunt for faults"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.set_defaults(run=_demo if name == "demo" else _bench)
+        command.set_defaults(run={"demo": _demo, "bench": _bench, "sim": partial(_sim, argv=arguments)}[name])
         if asked == name:  # its own module knows its arguments; the others need not load it
             with _needs("all"):
                 importlib.import_module(module).add_arguments(command)
@@ -314,3 +316,12 @@ def _bench(args: argparse.Namespace) -> int:
     with _needs("all"):
         run: Callable[..., int] = importlib.import_module("hostcache.bench.cli").run
         return run(args, out=sys.stdout, err=sys.stderr)
+
+
+def _sim(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    from hostcache.report.plan_page import plan_html, plan_text
+    from hostcache.report.twin_page import twin_html, twin_text
+    from hostcache.sim import commands
+
+    pages = commands.Pages(plan_text=plan_text, plan_html=plan_html, twin_text=twin_text, twin_html=twin_html)
+    return commands.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=argv)

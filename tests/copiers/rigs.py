@@ -27,14 +27,20 @@ class ThreadRig:
         frames_per_slab: int = 7,
         threads: int = 1,
         chunk_bytes: int = 1700,
+        segments: int = 1,
         fault: Fault | None = None,
     ) -> None:
         self.page_bytes = page_bytes
         self.device_pages = device_pages
         self.frames = frames
         self.at_once = threads
-        self._memory = np.full(device_pages * page_bytes + 2 * GUARD_BYTES, GUARD, dtype=np.uint8)
-        self.device = self._memory[GUARD_BYTES:-GUARD_BYTES].reshape(device_pages, page_bytes)
+        # (segments, bytes): each segment between guards of its own.
+        piece = page_bytes // segments
+        self._memory = np.full((segments, device_pages * piece + 2 * GUARD_BYTES), GUARD, dtype=np.uint8)
+        self._inner = self._memory[:, GUARD_BYTES:-GUARD_BYTES]
+        self.pieces = np.lib.stride_tricks.as_strided(
+            self._inner, (device_pages, segments, piece), (piece, self._memory.strides[0], 1)
+        )
         self.slabs = Slabs(frames * page_bytes, page_bytes, slab_bytes=frames_per_slab * page_bytes)
         self._fault = fault
         self._gate = threading.Event()
@@ -42,7 +48,7 @@ class ThreadRig:
         self._started = threading.Semaphore(0)
         self._fail_next = False
         self.copier = ThreadCopier(
-            self.device.ctypes.data,
+            self._inner.ctypes.data,
             device_pages,
             page_bytes,
             self.slabs,
@@ -50,6 +56,8 @@ class ThreadRig:
             owner=self._memory,
             threads=threads,
             chunk_bytes=chunk_bytes,
+            segments=segments,
+            segment_stride_bytes=self._memory.strides[0],
             fault=self._steer,
         )
 
@@ -62,10 +70,11 @@ class ThreadRig:
         return self._fault(job) if self._fault is not None else None
 
     def read_device(self, page: int) -> bytes:
-        return bytes(self.device[page].data)
+        data: bytes = self.pieces[page].tobytes()
+        return data
 
     def write_device(self, page: int, data: bytes) -> None:
-        self.device[page] = np.frombuffer(data, dtype=np.uint8)
+        self.pieces[page] = np.frombuffer(data, dtype=np.uint8).reshape(self.pieces.shape[1:])
 
     def read_host(self, frame: int) -> bytes:
         return bytes(self.slabs.view(frame))
@@ -75,7 +84,8 @@ class ThreadRig:
         ctypes.memmove(self.slabs.address(frame), data, len(data))
 
     def guards_intact(self) -> bool:
-        return bool((self._memory[:GUARD_BYTES] == GUARD).all() and (self._memory[-GUARD_BYTES:] == GUARD).all())
+        before, after = self._memory[:, :GUARD_BYTES], self._memory[:, -GUARD_BYTES:]
+        return bool((before == GUARD).all() and (after == GUARD).all())
 
     def stall(self) -> None:
         self._gate.clear()

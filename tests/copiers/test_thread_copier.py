@@ -41,10 +41,11 @@ def rig() -> Iterator[ThreadRig]:
     made.close()
 
 
+@pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("chunk_bytes", [130, 1700, 1 << 20])
-def test_the_thread_copier_keeps_the_copier_contract(threads: int, chunk_bytes: int) -> None:
-    report = check_copier(lambda: ThreadRig(threads=threads, chunk_bytes=chunk_bytes))
+def test_the_thread_copier_keeps_the_copier_contract(threads: int, chunk_bytes: int, segments: int) -> None:
+    report = check_copier(lambda: ThreadRig(threads=threads, chunk_bytes=chunk_bytes, segments=segments))
     assert not report.skipped
     assert len(report.passed) == 19
 
@@ -63,6 +64,7 @@ JOBS = st.tuples(
     frames_per_slab=st.integers(1, 9),
     threads=st.integers(1, 3),
     chunk_bytes=st.sampled_from([1, 700, 8192]),
+    segments=st.sampled_from([1, 3]),
 )
 def test_any_sequence_of_jobs_does_what_it_does_to_two_plain_bytearrays(
     jobs: list[tuple[Direction, list[tuple[int, int, int]]]],
@@ -70,8 +72,11 @@ def test_any_sequence_of_jobs_does_what_it_does_to_two_plain_bytearrays(
     frames_per_slab: int,
     threads: int,
     chunk_bytes: int,
+    segments: int,
 ) -> None:
+    page_bytes *= segments
     rig = ThreadRig(
+        segments=segments,
         page_bytes=page_bytes,
         device_pages=18,
         frames=23,
@@ -109,11 +114,28 @@ def test_any_sequence_of_jobs_does_what_it_does_to_two_plain_bytearrays(
                     host[at_host] = device[at_device]
                 else:
                     device[at_device] = host[at_host]
-        assert rig.device.tobytes() == bytes(device)
+        assert rig.pieces.tobytes() == bytes(device)
         assert b"".join(rig.read_host(frame) for frame in range(23)) == bytes(host)
         assert rig.guards_intact()
     finally:
         rig.close()
+
+
+def test_a_page_in_segments_is_still_one_submission_an_extent_and_lies_side_by_side_in_its_frame() -> None:
+    rig = ThreadRig(page_bytes=12, segments=3, chunk_bytes=1 << 20)
+    rig.write_device(4, b"aaaabbbbcccc")
+    rig.write_device(5, b"ddddeeeeffff")
+    rig.copier.submit(job(1, Direction.STORE, [4, 5], [2, 3]))
+    assert drain(rig.copier)[1].submissions == 1
+    assert (rig.read_host(2), rig.read_host(3)) == (b"aaaabbbbcccc", b"ddddeeeeffff")
+    rig.close()
+
+
+def test_segments_that_do_not_divide_a_page_or_overlap_are_refused() -> None:
+    slabs = Slabs(1200, 12)
+    for segments, stride, message in ((5, 1000, "divides them"), (3, 4 * 24 - 1, "95 bytes apart overlap")):
+        with pytest.raises(ConfigError, match=message):
+            ThreadCopier(0, 24, 12, slabs, clock=WallClock(), segments=segments, segment_stride_bytes=stride)
 
 
 def test_a_restore_of_neighbouring_pages_is_one_submission_and_two_over_a_slab_border(rig: ThreadRig) -> None:
@@ -131,7 +153,7 @@ def test_a_restore_that_comes_amid_a_store_ends_first() -> None:
     try:
         overtaken = False
         for attempt in range(1, 200):
-            rig.device[:] = attempt % 251
+            rig.pieces[:] = attempt % 251
             rig.copier.submit(job(2 * attempt, Direction.STORE, list(range(20)), list(range(20))))
             while first_byte[0] != attempt % 251:
                 assert rig.copier.in_flight  # the store's first bytes are there, its last ones far away

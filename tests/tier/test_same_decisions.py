@@ -16,8 +16,8 @@ from hostcache.tier import Accounting, History, HostCache, Mode, Reason, Reserva
 
 PAGE = 4
 DIGESTS = {
-    "scan-resistant": "d64bbca055949027335fceb01951619a615663e42fde912ae228fd8344393a3a",
-    "lru": "ed31200fbf2e6c377d62d6a0e16f91d7543d74d7c531f33d2b979915ff7cefa3",
+    "scan-resistant": "da87acffe3b415b4241165e3e9678e219853eaf9059dc83eebdd0d739b000cfe",
+    "lru": "90737f8a0e4706297069082f20ceaa95f87933afabf35f892d650091c6abd31c",
 }
 
 

@@ -22,7 +22,7 @@ def identity(page: int = PAGE) -> Identity:
 
 
 def tokens_of(conversation: Conversation) -> list[int]:
-    return conversation._tokens.tolist()
+    return [int(token) for token in conversation._tokens.values]
 
 
 @given(start=st.integers(1, 60), moves=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=6))
@@ -111,7 +111,7 @@ def test_a_conversation_of_nothing_is_refused() -> None:
 
 def test_tokens_are_31_bit_ids() -> None:
     talk = Conversation(identity(), 9, start_tokens=10_000)
-    drawn = talk._tokens
+    drawn = talk._tokens.values
     assert drawn.dtype == np.int32
     assert int(drawn.min()) >= 0
     assert len(np.unique(drawn)) > 9_990

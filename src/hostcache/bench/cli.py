@@ -1,4 +1,4 @@
-"""`hostcache bench engine|copy|bookkeeping|memory|all`: runs a measurement, prints its table, judges its bars.
+"""`hostcache bench copy|bookkeeping|engine|sim|memory|all`: runs a measurement, prints its table, judges its bars.
 
 A measurement is a module with `run(...) -> dict` (ready for JSON) and `table(result) -> str`; how its bars are read
 stands in `MEASUREMENTS`. Nothing here is asserted by pytest: time is noisy, so bars are judged here and end in exit 3
@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from hostcache.bench.demo import describe_machine
 from hostcache.bench.memory import bars as memory_bars
+from hostcache.bench.sim_speed import bars as sim_bars
 from hostcache.clock import unix_time
 from hostcache.errors import BARS_MISSED, ConfigError
 from hostcache.settings import settle
@@ -82,6 +83,8 @@ MEASUREMENTS: Mapping[str, Measurement] = {
                                says="the tier's own time and memory"),
     "engine": Measurement(module="engine_speed", options=_engine, judge=_engine_bars, shown=True,
                           says="prefill and decode against transformers"),
+    "sim": Measurement(module="sim_speed", options=_none, judge=sim_bars, shown=False,
+                       says="how fast the simulator simulates"),
     "memory": Measurement(module="memory", options=_memory, judge=memory_bars, shown=False,
                           says="peak RSS with the tier minus without"),
 }

@@ -8,7 +8,7 @@ from hostcache.tier.copying import Copier, CopyDone, CopyJob, Direction, Extent,
 from hostcache.tier.history import History
 from hostcache.tier.keys import Identity, KeyChain, PageKey, chain_ids, key_chain
 from hostcache.tier.reasons import Reason
-from hostcache.tier.stats import Counters, TierStats, prometheus_text
+from hostcache.tier.stats import Counters, Family, TierStats, families, prometheus_text
 from hostcache.tier.writeback import within_reach
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Direction",
     "Drop",
     "Extent",
+    "Family",
     "History",
     "HostCache",
     "Identity",
@@ -43,6 +44,7 @@ __all__ = [
     "chain_ids",
     "check_balance",
     "extents",
+    "families",
     "key_chain",
     "prometheus_text",
     "within_reach",

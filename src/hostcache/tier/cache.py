@@ -4,6 +4,7 @@ Life of a page, with the call that takes each step:
 
     device_added     it was computed and published; nothing moves
     plan_writeback   its snapshot came within reach of eviction: a frame is taken, the page is *filling*
+    plan_pages       the same, for a device that evicts page by page
     settle           the copy is over: the page is *resident*, or nothing changed
     device_removed   the device dropped it; the host copy is what remains
     lookup, reserve  its conversation returned: the page is pinned
@@ -27,15 +28,20 @@ from hostcache.tier import table as t
 from hostcache.tier.answers import Clean, Drop, Match, Pressure, Refused, Reservation, StoreJob, Wait
 from hostcache.tier.config import Mode, TierConfig
 from hostcache.tier.copying import CopyDone
+from hostcache.tier.eviction import LEAST_PAYBACK, Payback
 from hostcache.tier.history import History
 from hostcache.tier.keeper import DEPARTURES, Keeper
 from hostcache.tier.keys import Identity, KeyChain, PageKey
-from hostcache.tier.notes import Departure
+from hostcache.tier.notes import Departure, write_note
 from hostcache.tier.reasons import Reason
 from hostcache.tier.stats import Counters, TierStats
 
 MAX_STORE_JOBS = 4
 """Write-back jobs at a time: enough to keep a copier busy, few enough that plans stay fresh."""
+
+LONGEST_SILENCE = 64
+"""After two waits in a row for a store ran out no new one starts for a copy budget, then twice that, at most this many
+budgets; the first that succeeds ends it. A copier that stands still costs few waits; one that recovers is used."""
 
 
 @dataclass(slots=True)
@@ -55,6 +61,7 @@ class HostCache:
         self._history = history
         self._count = Counters()
         self._keeper = Keeper(config, history, self._count)
+        self._payback = Payback(config.frames)
         self._pool, self._table = self._keeper.pool, self._keeper.table
         self._snapshots: dict[int, _Snapshot] = {}
         self._fresh: dict[int, None] = {}
@@ -64,6 +71,8 @@ class HostCache:
         self._quarantine: dict[int, npt.NDArray[np.int64]] = {}
         self._last_job = 0
         self._next_store_s = 0.0
+        self._waits_in_vain = 0
+        self._silent_until_s = 0.0
         self._off: str | None = None if config.frames else "host_cache_bytes is 0 or the mode is off"
 
     # ---- what the device did
@@ -73,13 +82,21 @@ class HostCache:
 
         Pages whose predecessor was never reported, or was forgotten, are not tracked: nothing could reach them.
         """
-        if self._off is None and (not start or chain.keys[start - 1] in self._table.index):
+        tracked = self._off is None and (not start or chain.keys[start - 1] in self._table.index)
+        if tracked:
             self._keeper.take_in(chain, start, stop)
         self._history.seen(chain, start, stop)
+        if not tracked and self._off is None:  # nobody will say so when they leave
+            ids = self._history.ids(chain.identity.digest, chain.keys[start:stop])
+            self._history.left(ids, write_note(Departure.NOT_WRITTEN, self._keeper.tick))
 
     def device_removed(self, keys: Sequence[PageKey]) -> None:
         """These pages left the device (heads first). Those without a host copy are in no tier any more."""
         self._keeper.off_device(keys)
+
+    def device_cleared(self) -> None:
+        """Every page left the device at once, and what is on the host stays good."""
+        self._keeper.off_device(self._table.keys_of(self._table.on_device()))
 
     def retain(
         self,
@@ -138,13 +155,46 @@ class HostCache:
             order.update(self._fresh)
         jobs: list[StoreJob] = []
         for snapshot_id in order:
-            while len(self._stores) < MAX_STORE_JOBS and pressure.now_s >= self._next_store_s:
+            while self._may_start(pressure.now_s):
                 leaving = snapshot_id in pressure.victims
                 job = self._store(self._snapshots[snapshot_id], pressure.now_s, leaving=leaving)
                 if job is None:
                     self._fresh.pop(snapshot_id, None)
                     break
                 jobs.append(job)
+        return jobs
+
+    def may_store(self, now_s: float) -> bool:
+        """Whether one more write-back may start that nothing waits for."""
+        return len(self._stores) < MAX_STORE_JOBS and now_s >= self._next_store_s
+
+    def plan_pages(self, keys: Sequence[PageKey], *, now_s: float, at_once: bool = False) -> list[StoreJob]:
+        """For a device that evicts page by page, tails first, instead of by snapshots: these pages are the next to
+        leave, nearest first. The write-back jobs to start now: while one more `may_store`, or all that there is room
+        for when they leave `at_once`. Pages that are unknown, written or not on the device are passed over. May be
+        called at every step; to be followed by `device_removed` when they have left.
+        """
+        if self._off is not None or not len(keys):
+            return []
+        table = self._table
+        slots = table.find(tuple(dict.fromkeys(keys)))
+        slots = slots[slots >= 0]
+        slots = slots[table.device[slots]]
+        table.fate[slots[table.state[slots] != t.ABSENT]] = t.LEAVING
+        table.relist_all(slots)
+        jobs: list[StoreJob] = []
+        for run in table.runs(slots[table.state[slots] == t.ABSENT]):
+            left = run[~table.dead[run] & table.known[run]]  # room for another may have taken what was before it
+            while len(left):
+                if not at_once and not self._may_start(now_s):
+                    return jobs
+                job = self._write(left[: self.config.max_job_pages], now_s, leaving=True)
+                if job is None:
+                    table.fate[left] = t.KEPT_OUT
+                    self._count.stores_skipped += 1
+                    break
+                jobs.append(job)
+                left = left[len(job.keys) :]
         return jobs
 
     def before_evict(self, snapshot_id: int, *, stays: int, now_s: float, expired: bool = False) -> Clean | Wait | Drop:
@@ -163,7 +213,11 @@ class HostCache:
         if (self._table.state[going] == t.RESIDENT).all():
             return Clean()
         jobs: list[StoreJob] = []
-        if not expired and self._off is None:
+        if expired:
+            self._waits_in_vain += 1
+            budgets = min(LONGEST_SILENCE, 2 ** min(30, self._waits_in_vain) // 4)
+            self._silent_until_s = now_s + budgets * self.config.copy_budget_s
+        if not expired and self._off is None and now_s >= self._silent_until_s and self._may_stall():
             while (job := self._store(snapshot, now_s, leaving=True)) is not None:
                 jobs.append(job)
         states = self._table.state[going]
@@ -183,8 +237,14 @@ class HostCache:
 
     def evicted(self, snapshot_id: int) -> None:
         """It is gone from its bank. Tell `device_removed` which pages left the device with it."""
-        self._snapshots.pop(snapshot_id, None)
+        snapshot = self._snapshots.pop(snapshot_id, None)
         self._fresh.pop(snapshot_id, None)
+        if snapshot is not None:
+            # Those that stay in other hands are no longer about to leave: their copies are duplicates again.
+            table, slots = self._table, snapshot.slots
+            stay = slots[(table.state[slots] != t.ABSENT) & (table.fate[slots] == t.LEAVING) & table.device[slots]]
+            table.fate[stay] = t.UNDECIDED
+            table.relist_all(stay)
 
     def settle(self, done: CopyDone) -> None:
         """A copy is over. A store's pages become resident, or nothing changed; what only waited for the copy to end is
@@ -222,6 +282,17 @@ class HostCache:
         self._last_job += 1
         return self._last_job
 
+    def _may_start(self, now_s: float) -> bool:
+        """Whether another job may run ahead of need: one at a time while nothing comes back."""
+        limit = MAX_STORE_JOBS if self._payback.pays else 1
+        return len(self._stores) < limit and now_s >= max(self._next_store_s, self._silent_until_s)
+
+    def _may_stall(self) -> bool:
+        """Whether an eviction may wait for pages that nobody has begun to write. Where nothing else writes, one in so
+        many may all the same: else nothing could ever come back."""
+        return self._payback.pays or (
+            self.config.mode is Mode.ON_EVICT and self._count.device_evictions % LEAST_PAYBACK == 0)
+
     def _expect_eviction(self, snapshot: _Snapshot) -> None:
         """Its pages are not duplicates to be given up first: soon theirs will be the only copies."""
         slots = snapshot.slots
@@ -242,11 +313,17 @@ class HostCache:
         if len(slots) > self._pool.total:
             self._skip(snapshot, slots[dirty])
             return None
-        part = slots[dirty[: self.config.max_job_pages]]
+        job = self._write(slots[dirty[: self.config.max_job_pages]], now_s, leaving=leaving)
+        if job is None:
+            self._skip(snapshot, slots[dirty])
+        return job
+
+    def _write(self, part: t.Slots, now_s: float, *, leaving: bool) -> StoreJob | None:
+        """A job for these unwritten pages of one conversation, heads first, or for as many of them as find room."""
+        table = self._table
         before = int(table.parent[part[0]])
         room = self._keeper.make_room(part, before)
         if not room:
-            self._skip(snapshot, slots[dirty])
             return None
         part = part[:room]
         behind = int(table.frame[before]) if before != t.NONE and table.frame[before] != t.NONE else None
@@ -270,11 +347,14 @@ class HostCache:
 
     def _finish_store(self, slots: t.Slots, done: CopyDone) -> None:
         table = self._table
+        self._waits_in_vain = 0
+        self._silent_until_s = 0.0
         self._count.stores_completed += 1
         self._count.store_pages += len(slots)
         self._count.store_bytes += len(slots) * self.config.page_bytes
         self._count.copy_submissions += done.submissions
         table.used[slots] = self._keeper.tick
+        self._payback.wrote(len(slots))
         table.ready(slots)
         self._keeper.unpin(slots)
 
@@ -330,6 +410,7 @@ class HostCache:
         slots = self._end(reservation)
         self._count.restores += 1
         self._count.restore_pages += len(slots)
+        self._payback.restored(len(slots))
         self._count.restore_bytes += len(slots) * self.config.page_bytes
         if done is not None:
             self._count.copy_submissions += done.submissions

@@ -11,10 +11,35 @@ from __future__ import annotations
 from enum import Enum
 from math import exp
 
+LEAST_PAYBACK = 16
+"""Writing pays while at least one page in so many comes back: a copy is at least so much cheaper than to compute."""
+
 
 class Rule(Enum):
     DISPLACE = 0
     KEEP = 1
+
+
+class Payback:
+    """Does what is written come back? Restored over written pages, both fading over eight turnovers."""
+
+    def __init__(self, turnover: int) -> None:
+        self._turnover = max(1, turnover)
+        self._written = 0.0
+        self._restored = 0.0
+
+    def wrote(self, pages: int) -> None:
+        fade = exp(-pages / (8 * self._turnover))
+        self._written = self._written * fade + pages
+        self._restored *= fade
+
+    def restored(self, pages: int) -> None:
+        self._restored += pages
+
+    @property
+    def pays(self) -> bool:
+        """True also while little is known: before the host was filled twice."""
+        return self._written < 2 * self._turnover + 64 or self._restored * LEAST_PAYBACK >= self._written
 
 
 class Duel:

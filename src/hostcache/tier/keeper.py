@@ -119,13 +119,19 @@ class Keeper:
     # ---- room
 
     def make_room(self, part: t.Slots, before: int) -> int:
-        """Free frames for `part`, whose parent `before` must stay, as far as it may displace others. How many."""
+        """Free frames for `part`, whose parent `before` must stay, as far as it may displace others. How many.
+
+        A stem, which has pages behind it on the host, is no newcomer: without it they are worth nothing. It displaces
+        whatever can go, in need the last of its own."""
         want = len(part)
         guard = np.array([before] if before != t.NONE else [], dtype=np.int64)
         self.table.pin(guard)
-        rule: Rule | None = None
+        stem = bool(self.table.host_children[part[-1]])
+        rule = Rule.DISPLACE if stem else None
         while self.pool.free < want:
             victim, contested = self._victim(bool(self.table.returned[part[0]]))
+            if victim is None and stem:
+                victim = self.table.hosted_tail(int(part[-1]))
             if victim is not None and contested and rule is None:
                 rule = self._duel.choose()
             if victim is None or (contested and rule is Rule.KEEP):

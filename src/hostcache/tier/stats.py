@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from hostcache.tier.accounting import AccountingStats
@@ -42,7 +43,10 @@ class Counters:
     peak_frames: int = 0
 
     def copy(self) -> Counters:
-        return replace(self)
+        return Counters(*_every_counter(self))
+
+
+_every_counter = attrgetter(*(field.name for field in fields(Counters)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,43 +132,55 @@ _COUNTERS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One metric without its `_total`. `samples`: value of `label` → number; "" where there is no label."""
+
+    name: str
+    kind: str
+    text: str
+    label: str
+    samples: Mapping[str, float]
+
+
+def families(accounting: AccountingStats, tier: TierStats | None) -> Iterator[Family]:
+    """Bytes and tokens as base units; counters since the start."""
+    yield from _accounting_families(accounting)
+    if tier is not None:
+        values = tier.as_json()
+        for name, text in _GAUGES.items():
+            yield Family(name=f"hostcache_{name}", kind="gauge", text=text, label="", samples={"": values[name]})
+        for name, text in _COUNTERS.items():
+            yield Family(name=f"hostcache_{name}", kind="counter", text=text, label="", samples={"": values[name]})
+
+
 def prometheus_text(accounting: AccountingStats, tier: TierStats | None) -> str:
-    """The classic text format, version 0.0.4; `_total` only on counters, bytes and tokens as base units."""
-    return "\n".join([*_accounting_lines(accounting), *(_tier_lines(tier) if tier else [])]) + "\n"
+    """The classic text format, version 0.0.4; `_total` only on counters."""
+    return "\n".join(line for family in families(accounting, tier) for line in _lines(family)) + "\n"
 
 
-def _family(name: str, kind: str, text: str, samples: dict[str, float]) -> Iterator[str]:
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} {kind}"
-    for labels, value in samples.items():
-        yield f"{name}{labels} {value}"
+def _lines(family: Family) -> Iterator[str]:
+    name = f"{family.name}_total" if family.kind == "counter" else family.name
+    yield f"# HELP {name} {family.text}"
+    yield f"# TYPE {name} {family.kind}"
+    for value, number in family.samples.items():
+        labels = f'{{{family.label}="{value}"}}' if family.label else ""
+        yield f"{name}{labels} {number}"
 
 
-def _accounting_lines(record: AccountingStats) -> Iterator[str]:
-    counter = "counter"
-    yield from _family("hostcache_requests_total", counter,
-                       "Requests whose account is settled. Requests still waiting are not counted.",
-                       {"": record.requests})
-    yield from _family("hostcache_prompt_tokens_total", counter, "Prompt tokens of settled requests.",
-                       {"": record.prompt_tokens})
-    yield from _family("hostcache_cached_tokens_total", counter,
-                       "Prompt tokens served from a cache, by tier. Recovery after preemption is not counted.",
-                       {'{source="device"}': record.device_tokens, '{source="host"}': record.host_tokens})
-    yield from _family("hostcache_recomputed_tokens_total", counter,
-                       "Prompt tokens that were computed, by the reason why no cache served them.",
-                       {f'{{reason="{reason.value}"}}': record.recomputed.get(reason, 0) for reason in Reason})
-    yield from _family("hostcache_bound_tokens_total", counter,
-                       "Prompt tokens an infinite cache of whole pages would have served.", {"": record.bound_tokens})
-    yield from _family("hostcache_recovery_tokens_total", counter,
-                       "Tokens of preempted requests that were admitted again, by source.",
-                       {'{source="device"}': record.recovery_device_tokens,
-                        '{source="host"}': record.recovery_host_tokens,
-                        '{source="computed"}': record.recovery_recomputed_tokens})
-
-
-def _tier_lines(record: TierStats) -> Iterator[str]:
-    values = record.as_json()
-    for name, text in _GAUGES.items():
-        yield from _family(f"hostcache_{name}", "gauge", text, {"": values[name]})
-    for name, text in _COUNTERS.items():
-        yield from _family(f"hostcache_{name}_total", "counter", text, {"": values[name]})
+def _accounting_families(record: AccountingStats) -> Iterator[Family]:
+    for name, text, label, samples in (
+        ("requests", "Requests whose account is settled. Requests still waiting are not counted.", "",
+         {"": record.requests}),
+        ("prompt_tokens", "Prompt tokens of settled requests.", "", {"": record.prompt_tokens}),
+        ("cached_tokens", "Prompt tokens served from a cache, by tier. Recovery after preemption is not counted.",
+         "source", {"device": record.device_tokens, "host": record.host_tokens}),
+        ("recomputed_tokens", "Prompt tokens that were computed, by the reason why no cache served them.", "reason",
+         {reason.value: record.recomputed.get(reason, 0) for reason in Reason}),
+        ("bound_tokens", "Prompt tokens an infinite cache of whole pages would have served.", "",
+         {"": record.bound_tokens}),
+        ("recovery_tokens", "Tokens of preempted requests that were admitted again, by source.", "source",
+         {"device": record.recovery_device_tokens, "host": record.recovery_host_tokens,
+          "computed": record.recovery_recomputed_tokens}),
+    ):
+        yield Family(name=f"hostcache_{name}", kind="counter", text=text, label=label, samples=samples)

@@ -143,6 +143,36 @@ class PageTable:
         """Every used slot, dead ones included."""
         return np.flatnonzero(self.known)
 
+    def on_device(self) -> Slots:
+        """The pages on the device that can still be matched, each behind the one before it."""
+        roots = np.flatnonzero(self.known & (self.parent == NONE)).tolist()
+        slots = np.concatenate([self.tree(root) for root in roots]) if roots else self.live()
+        here: Slots = slots[self.device[slots] & ~self.dead[slots]]
+        return here
+
+    def runs(self, slots: Slots) -> list[Slots]:
+        """These pages as stretches of conversations, each heads first, in the order in which they came: neighbours that
+        are each other's parent, in either direction, stay together."""
+        if not len(slots):
+            return []
+        upward = self.parent[slots[:-1]] == slots[1:]
+        downward = self.parent[slots[1:]] == slots[:-1]
+        runs, start = [], 0
+        for at in range(1, len(slots) + 1):
+            joined = upward if upward[start : start + 1].any() else downward
+            if at < len(slots) and joined[at - 1]:
+                continue
+            run = slots[start:at]
+            runs.append(run[::-1] if joined is upward else run)
+            start = at
+        return runs
+
+    def hosted_tail(self, slot: int) -> int | None:
+        """The last page of one conversation that goes on behind this page on the host; None when it is held."""
+        while self.host_children[slot]:
+            slot = next(child for child in self.children(slot) if self.state[child] != ABSENT)
+        return slot if self.listed[slot] != UNLISTED else None
+
     def __len__(self) -> int:
         return self._capacity - self._spares
 

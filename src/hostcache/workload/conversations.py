@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,28 @@ class Turn:
         return self.prompt_tokens + self.reply_tokens
 
 
+class _Column:
+    """Values that grow at their end and may be cut. What was handed out before never changes: whoever appends after a
+    cut writes to a copy."""
+
+    def __init__(self, kind: npt.DTypeLike) -> None:
+        self._room = np.empty(64, dtype=kind)
+        self._written = self.length = 0
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        return self._room[: self.length]
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        end = self.length + len(values)
+        if end > len(self._room) or self.length < self._written:
+            room = np.empty(max(64, 2 * end), dtype=self._room.dtype)
+            room[: self.length] = self.values
+            self._room = room
+        self._room[self.length : end] = values
+        self._written = self.length = end
+
+
 class Conversation:
     """`turn(reply)` → (it is served) → `answered()` → `hear(tokens)` → `turn(reply)` …; `compact` cuts it back.
 
@@ -78,16 +101,16 @@ class Conversation:
         self._page = identity.page_tokens
         self._seed = np.uint64(_mix_one(seed))
         self._drawn = 0
-        self._tokens = np.empty(0, dtype=np.int32)
+        self._tokens = _Column(np.int32)
         self._chain = key_chain((), identity)
-        self._prints = np.empty(0, dtype=np.uint64)
+        self._prints = _Column(np.uint64)
         self._said = 0
         self._frontiers: list[Frontier] = []
         if head is not None:
-            self._append(head._tokens[: min(head_tokens, head._said)].copy())
-        if start_tokens > len(self._tokens):
-            self._append(self._draw(start_tokens - len(self._tokens)))
-        self._said = len(self._tokens)
+            self._append(head._tokens.values[: min(head_tokens, head._said)])
+        if start_tokens > self._tokens.length:
+            self._append(self._draw(start_tokens - self._tokens.length))
+        self._said = self._tokens.length
 
     @property
     def tokens(self) -> int:
@@ -101,11 +124,11 @@ class Conversation:
             self._append(self._draw(reply_tokens))
         return Turn(
             chain=self._chain,
-            prints=self._prints,
+            prints=self._prints.values,
             prompt_tokens=self._said,
             reply_tokens=reply_tokens,
             prompt_end=self._frontier(self._said),
-            turn_end=self._frontier(len(self._tokens)),
+            turn_end=self._frontier(self._tokens.length),
             ancestors=tuple(self._frontiers[-_ANCESTORS:]),
             store_pages=store_pages,
             load=load,
@@ -113,20 +136,20 @@ class Conversation:
 
     def answered(self) -> None:
         """The reply of the last turn is part of the conversation now."""
-        self._frontiers += [self._frontier(self._said), self._frontier(len(self._tokens))]
+        self._frontiers += [self._frontier(self._said), self._frontier(self._tokens.length)]
         del self._frontiers[: -2 * _ANCESTORS]
-        self._said = len(self._tokens)
+        self._said = self._tokens.length
 
     def hear(self, tokens: int) -> None:
         """A tool's result or a user's words."""
         self._cut(self._said)
         self._append(self._draw(tokens))
-        self._said = len(self._tokens)
+        self._said = self._tokens.length
 
     def compact(self, share: float) -> None:
         """Cut to `share` of its length; what follows differs from what followed before."""
         self._cut(max(1, int(self._said * share)))
-        self._said = len(self._tokens)
+        self._said = self._tokens.length
         self._frontiers = [each for each in self._frontiers if each.tokens <= self._said]
 
     def _draw(self, count: int) -> npt.NDArray[np.int32]:
@@ -135,29 +158,27 @@ class Conversation:
         return (_mix(drawn * _GAMMA + self._seed) >> np.uint64(33)).astype(np.int32)
 
     def _append(self, tokens: npt.NDArray[np.int32]) -> None:
-        self._tokens = np.concatenate((self._tokens, tokens))
+        self._tokens.append(tokens)
         first = len(self._chain)
-        rest = self._tokens[first * self._page :]
+        rest = self._tokens.values[first * self._page :]
         self._chain = self._chain.extend(rest)
         added = len(self._chain) - first
         if added:
-            before = self._prints[-1] if first else np.uint64(0)
+            before = self._prints.values[-1] if first else np.uint64(0)
             pages = rest[: added * self._page].astype(np.uint64).reshape(added, self._page)
-            self._prints = np.concatenate((self._prints, _page_prints(pages, first, before)))
+            self._prints.append(_page_prints(pages, first, before))
 
     def _cut(self, tokens: int) -> None:
-        if tokens == len(self._tokens):
-            return
-        self._tokens = self._tokens[:tokens]
+        self._tokens.length = tokens
         pages = tokens // self._page
         if pages < len(self._chain):
             self._chain = self._chain.prefix(pages)
-            self._prints = self._prints[:pages]
+            self._prints.length = pages
 
     def _frontier(self, tokens: int) -> Frontier:
         pages = tokens // self._page
-        rest = self._tokens[pages * self._page : tokens].astype(np.uint64)
-        state = self._prints[pages - 1 : pages].sum(dtype=np.uint64)
+        rest = self._tokens.values[pages * self._page : tokens].astype(np.uint64)
+        state = self._prints.values[max(0, pages - 1) : pages].sum(dtype=np.uint64)
         own = (rest * _weights(self._page)[: len(rest)]).sum(dtype=np.uint64)
         mixed = _mix(np.array([state, own, tokens], dtype=np.uint64).sum(dtype=np.uint64, keepdims=True))
         return Frontier(tokens=tokens, print_=int(mixed[0]))

@@ -1,0 +1,1 @@
+"""The simulator: the real tier, queue and accounting on virtual time. Only what a device costs is modelled."""
