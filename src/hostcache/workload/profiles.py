@@ -69,7 +69,7 @@ def draw(quantiles: Sequence[float], rng: Random) -> float:
 
 
 def quantiles(values: Sequence[float], count: int = 11) -> tuple[float, ...]:
-    """`count` evenly spaced quantiles, the least and the greatest value among them. Raises ValueError without values."""
+    """`count` evenly spaced quantiles, the least and greatest value among them. Raises ValueError without values."""
     if not values:
         raise ValueError("no values have no quantiles")
     ordered = sorted(values)
