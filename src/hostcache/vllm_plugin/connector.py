@@ -1,0 +1,265 @@
+"""HostCacheConnector, the class vLLM loads: hands each call of vLLM to the side that answers it. Decides nothing.
+
+vLLM builds it once beside the scheduler and once in each worker; where /metrics is shown only class methods are used.
+With `_why_not` every call is answered as if there were no tier: nothing is found, nothing moves, the engine serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from hostcache.clock import Clock, WallClock
+from hostcache.copiers import Fault
+from hostcache.vllm_plugin import build, stats, support
+from hostcache.vllm_plugin.config import from_extra
+from hostcache.vllm_plugin.scheduler_side import SchedulerSide
+from hostcache.vllm_plugin.wire import Orders, RankReport
+from hostcache.vllm_plugin.worker_side import WorkerSide
+
+_logger = init_logger("vllm.hostcache")
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    orders: Orders
+
+
+@dataclass
+class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    reports: tuple[RankReport, ...]
+
+    def aggregate(self, other: Reports) -> Reports:
+        return Reports(reports=self.reports + other.reports)
+
+
+class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module. `SupportsHMA` is there so that vLLM treats a model with several cache groups as it does without
+    us; such a model runs without the tier."""
+
+    _cache_hit_source = CacheHitSource.HOST
+    requires_kv_delivery = False
+    """A cache may lose what it likes: nothing of a preempted request is owed to it."""
+
+    fault: ClassVar[Fault | None] = None
+    """For drills: asked by the CPU copier for each job."""
+    clock: ClassVar[Clock] = WallClock()
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._vllm_config, self._cache_config = vllm_config, kv_cache_config
+        self._settings = from_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._why_not = support.why_not(vllm_config, kv_cache_config, self._settings)
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        self._changes = stats.Changes()
+        self._told_s = float("-inf")
+        if role is not KVConnectorRole.SCHEDULER:
+            return
+        for line in support.repair(vllm_config):
+            _logger.warning("hostcache: %s", line)
+        self._why_not = self._why_not or build.why_too_large(self._settings)
+        if self._why_not is None:
+            self.scheduler = build.scheduler_side(
+                self._settings, vllm_config, kv_cache_config, clock=self.clock, say=_logger.warning)
+            _logger.info("hostcache: the tier holds up to %d blocks, mode %s", self.scheduler.config.frames,
+                         self._settings.mode.value)
+        else:
+            _logger.warning("hostcache: vLLM runs without the tier: %s", self._why_not)
+
+    # ---- in the worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._why_not is None:
+            self.worker = build.worker_side(self._settings, self._vllm_config, self._cache_config, kv_caches,
+                                            clock=self.clock, say=_logger.warning, fault=type(self).fault)
+
+    def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
+        if self.worker is not None:
+            self.worker.before_forward(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker is not None:
+            self.worker.after_forward(self._get_connector_metadata().orders.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Called for every layer of every step; loads are asynchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Called for every layer of every step; saves are of whole blocks, before they are reused."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved in a forward pass."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished, failed = (set(), set()) if self.worker is None else self.worker.finished()
+        return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Reports | None:
+        report = None if self.worker is None else self.worker.report()
+        return None if report is None else Reports(reports=(report,))
+
+    # ---- beside the scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self.scheduler is None:
+            return
+        if (reason := support.why_not_pool(gpu_block_pool)) is None:
+            self.scheduler.bind(gpu_block_pool)
+        else:
+            _logger.warning("hostcache: vLLM runs without the tier: %s", reason)
+            self.scheduler = None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if (side := self.scheduler) is None:
+            return 0, False
+        found = self._safely(lambda: side.match(request, num_computed_tokens), 0)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self.scheduler is not None:
+            self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        if (side := self.scheduler) is None:
+            return StepOrders(Orders(step=0))
+        return StepOrders(self._safely(lambda: side.build(scheduler_output), None) or side.loads_only())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        side, reports = self.scheduler, connector_output.kv_connector_worker_meta
+        if side is not None and reports is not None:
+            self._safely(lambda: side.heard(reports.reports), None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if (side := self.scheduler) is not None:
+            aborted = request.status.name == "FINISHED_ABORTED"
+            self._safely(lambda: side.finished(request, aborted=aborted), None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.busy
+
+    def reset_cache(self) -> bool | None:
+        return None if self.scheduler is None else self.scheduler.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def _safely(self, call: Callable[[], T], otherwise: U) -> T | U:
+        """A mistake of ours ends the tier, not vLLM. (Not so in `update_state_after_alloc`: there vLLM waits for what
+        it was promised.)"""
+        try:
+            return call()
+        except Exception as mistake:
+            _logger.exception("hostcache: this is a bug; please report it")
+            if self.scheduler is not None:
+                self.scheduler.turn_off(f"a bug: {type(mistake).__name__}: {mistake}")
+            return otherwise
+
+    # ---- on either side
+
+    def get_kv_connector_stats(self) -> HostCacheStats | None:
+        now_s = self.clock.now()
+        if self.scheduler is None or not self.scheduler.worth_telling(now_s, self._told_s):
+            return None
+        self.scheduler.dirty, self._told_s = False, now_s
+        return HostCacheStats(data=self._changes.take(stats.metrics(self.scheduler)))
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close(timeout_s=1.0)
+
+    # ---- of the class
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On a GPU blocks that are contiguous over all layers: one copy a block. vLLM drops the wish where it must."""
+        return "BLHNC" if str(vllm_config.device_config.device_type) == "cuda" else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HostCacheStats:
+        return HostCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: list[str],
+                           per_engine_labelvalues: Any) -> HostCachePromMetrics:
+        return HostCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+@dataclass
+class HostCacheStats(KVConnectorStats):  # type: ignore[misc]
+    """`data`: a record of `stats.Changes`."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> HostCacheStats:
+        self.data = stats.merged(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's own log line: what moved."""
+        shown = ("restore_bytes", "store_bytes", "restores", "evicted_pages", "evicted_saved_pages")
+        return {name: self.data.get(f"hostcache_{name}", 0) for name in shown}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class HostCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._series: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        _unregister({family.name for family in stats.known()})
+        for family in stats.known():
+            names = [*labelnames, family.label] if family.label else labelnames
+            if family.kind == "counter":
+                metric = self._counter_cls(name=family.name, documentation=family.text, labelnames=names)
+            else:
+                metric = self._gauge_cls(name=family.name, documentation=family.text, labelnames=names,
+                                         multiprocess_mode="mostrecent")
+            for engine, values in per_engine_labelvalues.items():
+                for label in family.samples:
+                    name = f"{family.name}|{label}" if label else family.name
+                    self._series[engine][name] = metric.labels(*values, *([label] if family.label else []))
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            series = self._series[engine_idx].get(name)
+            if series is None:
+                continue
+            if name in stats.GAUGES:
+                series.set(value)
+            else:
+                series.inc(value)
+
+
+def _unregister(names: set[str]) -> None:
+    """A second engine in a process registers its metrics anew, as vLLM does with its own."""
+    from prometheus_client import REGISTRY
+
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", None) in names:
+            REGISTRY.unregister(collector)

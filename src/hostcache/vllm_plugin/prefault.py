@@ -1,0 +1,45 @@
+"""Has the system back host memory before the first save needs it, on a thread of its own. Changes no byte.
+
+A save into memory that was never touched ran at 0.4 GB/s on the machine this was measured on, into touched memory at 9.
+Linux 5.14 and later; elsewhere nothing happens, and the first use of each frame is slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+
+from hostcache.copiers import Slabs
+from hostcache.errors import HostCacheError
+
+_MADV_POPULATE_WRITE = 23
+_PIECE_BYTES = 64 << 20
+
+
+def start_prefault(slabs: Slabs) -> threading.Thread:
+    """Ends by itself: when all is touched, when the slabs are closed, or when the system knows no such thing."""
+    thread = threading.Thread(target=prefault, args=(slabs,), name="hostcache-prefault", daemon=True)
+    thread.start()
+    return thread
+
+
+def prefault(slabs: Slabs) -> bool:
+    """False: not all of it was touched."""
+    if not sys.platform.startswith("linux"):
+        return False
+    madvise = ctypes.CDLL(None).madvise  # without the GIL, which mmap.madvise would hold
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    step = max(1, _PIECE_BYTES // slabs.page_bytes)
+    for frame in range(0, slabs.frames, step):
+        try:
+            runs = slabs.run(frame, min(step, slabs.frames - frame))
+        except (ValueError, HostCacheError):  # closed, or refused: whoever copies there will hear of it
+            return False
+        for address, pages in runs:
+            first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (address + pages * slabs.page_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > first and madvise(first, last - first, _MADV_POPULATE_WRITE):
+                return False
+    return True

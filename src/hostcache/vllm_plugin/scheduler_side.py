@@ -1,0 +1,694 @@
+"""The tier beside vLLM's scheduler: what is saved before its block is reused, what is restored. Copies nothing.
+
+Holds the real `HostCache`; the bytes are with the workers, who get `Orders` each step and answer with `RankReport`s.
+
+    a block     hashed by vLLM at allocation, *confirmed* once its step is over: only then the tier hears of it
+                → near the head of the free queue: ordered to be saved (`on-pressure`); a *fence* remembers the job
+                → handed out again (`_evicted`, told by the pool): what is not on the host is saved before the forward
+    a request   `match` → (reservation) → `allocated` → (load) → `heard`: committed, or denied for good
+                → scheduled: its account is settled → `finished`
+
+No block is ever pinned for a store. A block that a late load may still write is, until that copy has ended. Reads
+objects of vLLM by the names of their fields; imports nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from hostcache.clock import Clock
+from hostcache.errors import InvariantBroken
+from hostcache.tier import (
+    Account,
+    Accounting,
+    CopyDone,
+    Direction,
+    History,
+    HostCache,
+    Identity,
+    KeyChain,
+    Match,
+    Mode,
+    PageKey,
+    Reason,
+    Refused,
+    Reservation,
+    StoreJob,
+    TierConfig,
+)
+from hostcache.vllm_plugin.keys import GROUP_BYTES, extended, page_key
+from hostcache.vllm_plugin.rates import Rates
+from hostcache.vllm_plugin.wire import JobEnd, LoadOrder, Orders, RankReport, StoreOrder
+
+STEPS_AHEAD = 2
+"""A block that could be handed out within so many steps is saved now: one to order the copy, one to make it."""
+
+PATIENCE = 4.0
+"""A rank that says nothing of a job for so many budgets is not going to: the job is given up here."""
+
+MEASURED_TOKENS = 64
+"""A step of fewer tokens is decoding and says little about the speed of a prefill."""
+
+TELL_EVERY_S = 0.25
+
+CONFIRM_PAGES = 16
+"""Pages that a running request has made are told to the tier so many at a time, and whatever there are when its prompt
+or it itself is over: nobody can take them from it before."""
+
+HISTORY_PAGES = 1 << 16
+
+
+@dataclass(slots=True)
+class PluginCounters:
+    """Beside the tier's own. Pages, but for `steps_ns`."""
+
+    evicted_pages: int = 0
+    """confirmed pages whose last block vLLM handed out again"""
+    saved_pages: int = 0
+    """of these, on the host by then or by a copy that ended well"""
+    lost_pages: int = 0
+    saved_at_once_pages: int = 0
+    """of the saved ones, by a copy the step had to wait for"""
+    fenced_jobs: int = 0
+    late_blocks: int = 0
+    """blocks that were kept from the pool because a late load could still write them"""
+    resets: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """All that is known of one request. `confirmed` pages were told to the tier, the next ones are at `confirm_at`
+    tokens; `start` is the page its reservation begins with."""
+
+    request: Any
+    chain: KeyChain
+    prompt_tokens: int = 0
+    confirmed: int = 0
+    confirm_at: int = 0
+    running: bool = False
+    computed_after: int = 0
+    """Tokens computed once the step is over that was built last."""
+    reservation: Reservation | None = None
+    start: int = 0
+    load: _Job | None = None
+    denied: bool = False
+    wait_until_s: float | None = None
+    host_pages: int = 0
+    """restored since it was last admitted"""
+    account: Account | None = None
+    settled: bool = False
+    lost_tokens: int = 0
+    """computed before it was preempted"""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A copy on its way. `left`: ranks that have not ended it. `leaving`: its pages that left the device meanwhile."""
+
+    job_id: int
+    direction: Direction
+    blocks: tuple[int, ...]
+    keys: tuple[PageKey, ...]
+    left: int
+    begun_s: float
+    deadline_s: float
+    at_once: bool = False
+    leaving: int = 0
+    overdue: bool = False
+    given_up: bool = False
+    """Of a load: its reservation was abandoned, the copy may run on."""
+    reservation: Reservation | None = None
+    live: LiveRequest | None = None
+    error: str | None = None
+    late: bool = False
+    copied_bytes: int = 0
+    submissions: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    step: int
+    built_s: float
+    tokens: int
+
+
+class PoolListener:
+    """Sits in the pool's `metrics_collector` seat, the one place that is told of evictions while the block still has
+    its hash, and hands everything on to whoever sat there before."""
+
+    def __init__(self, inner: Any, side: SchedulerSide) -> None:
+        self._inner = inner
+        self._side = side
+
+    def on_block_allocated(self, block: Any) -> None:
+        if self._inner is not None:
+            self._inner.on_block_allocated(block)
+
+    def on_block_accessed(self, block: Any) -> None:
+        self._side.block_used(block)
+        if self._inner is not None:
+            self._inner.on_block_accessed(block)
+
+    def on_block_evicted(self, block: Any) -> None:
+        if block.block_hash is not None:
+            self._side.block_evicted(block)
+        if self._inner is not None:
+            self._inner.on_block_evicted(block)
+
+    def reset(self) -> None:
+        self._side.pool_reset()
+        if self._inner is not None:
+            self._inner.reset()
+
+    def drain_events(self) -> Any:
+        return [] if self._inner is None else self._inner.drain_events()
+
+
+class SchedulerSide:
+    """`step_tokens`: the most that one step may compute. `keep_on_reset`: a reset of vLLM's pool says nothing about
+    the weights, so that copies stay good (else they are dropped with it)."""
+
+    def __init__(self, *, config: TierConfig, identity: Identity, ranks: int, step_tokens: int, clock: Clock,
+                 say: Callable[[str], None], keep_on_reset: bool = False) -> None:
+        self.config = config
+        self.history = History(max(HISTORY_PAGES, 16 * config.frames))
+        self.tier = HostCache(config, history=self.history)
+        self.accounting = Accounting(config.page_tokens, self.history, self.tier)
+        self.counters = PluginCounters()
+        self.rates = Rates()
+        self.dirty = True
+        """Something happened since the statistics were last taken."""
+        self._identity = identity
+        self._page = config.page_tokens
+        self._ranks = ranks
+        self._window = STEPS_AHEAD * -(-step_tokens // config.page_tokens)
+        self._clock = clock
+        self._say = say
+        self._keep_on_reset = keep_on_reset
+        self._off: str | None = None
+        self._pool: Any = None
+        self._live: dict[str, LiveRequest] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._fences: dict[int, int] = {}
+        self._gone: list[tuple[int, bytes]] = []
+        self._decided: list[bytes | None] = []
+        self._eager: dict[PageKey, bytes] = {}
+        self._on_its_way: dict[PageKey, int] = {}
+        self._late: dict[int, tuple[int, ...]] = {}
+        self._loads: list[LoadOrder] = []
+        self._look = False
+        self._steps: list[_Step] = []
+        self._step = 0
+
+    # ---- the pool
+
+    def bind(self, pool: Any) -> None:
+        self._pool = pool
+        self._decided = [None] * len(pool.blocks)
+        pool.metrics_collector = PoolListener(pool.metrics_collector, self)
+
+    def block_evicted(self, block: Any) -> None:
+        self._gone.append((block.block_id, block.block_hash))
+
+    def block_used(self, block: Any) -> None:
+        self._decided[block.block_id] = None
+
+    def pool_reset(self) -> None:
+        """Every block lost its hash; none was in use, so nothing is being loaded."""
+        self._gone.clear()
+        self._fences.clear()
+        self._eager.clear()
+        self._decided = [None] * len(self._decided)
+        for live in self._live.values():
+            live.confirmed = live.computed_after = 0
+            live.running = False
+        if self._keep_on_reset:
+            self.tier.device_cleared()
+        else:
+            self._forget()
+
+    def reset(self) -> bool:
+        """Drop every copy. False while a request waits for one: it would be given what was to be dropped."""
+        if any(job.live is not None and not job.given_up for job in self._jobs.values()):
+            return False
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        for live in self._live.values():
+            self._release(live)
+        self.tier.forget(None)
+        self.counters.resets += 1
+        self.dirty = True
+
+    # ---- a request
+
+    def match(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens behind the first `local_tokens` that can be restored; None: ask again next step. Asked as often as
+        vLLM likes; a positive answer holds until the request is allocated, over, or asked for with others local."""
+        live = self._live_of(request)
+        start = local_tokens // self._page
+        if live.reservation is not None:
+            if live.start == start and not live.denied:
+                return live.reservation.pages * self._page
+            self._release(live)
+        if self._off is not None or live.denied or request.skip_reading_prefix_cache:
+            return 0
+        live.chain = extended(live.chain, request.block_hashes)
+        limit = min((request.num_tokens - 1) // self._page, len(live.chain))
+        if start >= limit:
+            return 0
+        if live.chain.keys[start] in self._on_its_way:
+            return None  # another request waits for the same pages, within its budget; then they are on the device
+        found = self.tier.lookup(live.chain, start, limit)
+        if found.pending and self._may_wait(live):
+            return None
+        if not found.pages:
+            return 0
+        size = self.config.page_bytes
+        ahead = size * sum(len(job.blocks) for job in self._jobs.values() if job.direction is Direction.RESTORE)
+        if self.rates.dearer(tokens=found.pages * self._page, copied_bytes=found.pages * size, bytes_ahead=ahead):
+            if live.account is not None:
+                live.account.miss(Reason.DEARER)
+            return 0
+        return self._reserve(live, found)
+
+    def _may_wait(self, live: LiveRequest) -> bool:
+        """For pages that are just being saved: no longer than a save may take."""
+        now_s = self._clock.now()
+        if live.wait_until_s is None:
+            live.wait_until_s = now_s + self.config.copy_budget_s
+        return now_s < live.wait_until_s
+
+    def _reserve(self, live: LiveRequest, found: Match) -> int:
+        answer = self.tier.reserve(found)
+        if isinstance(answer, Refused):
+            return 0
+        live.reservation, live.start = answer, found.start
+        return answer.pages * self._page
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """vLLM gave it these blocks: local ones first, then those for what it takes of the match."""
+        live = self._live_of(request)
+        live.wait_until_s = None
+        live.prompt_tokens = request.num_tokens
+        if live.account is None and not live.settled:
+            live.chain = extended(live.chain, request.block_hashes)
+            live.account = self.accounting.open(request.request_id, live.chain, request.num_tokens)
+        if not external_tokens:
+            self._release(live)
+            return
+        pages = external_tokens // self._page
+        if live.reservation is not None and pages < live.reservation.pages:
+            self._release(live)
+            self._reserve(live, Match(chain=live.chain, start=live.start, pages=pages))
+        taken = live.reservation
+        if taken is None or taken.pages != pages:
+            raise InvariantBroken(f"request {request.request_id} was allocated {pages} pages it has no reservation for")
+        blocks = tuple(block_ids[live.start : live.start + pages])
+        now_s = self._clock.now()
+        live.reservation = None
+        live.load = self._jobs[taken.job_id] = _Job(
+            job_id=taken.job_id, direction=Direction.RESTORE, blocks=blocks, keys=taken.keys, left=self._ranks,
+            begun_s=now_s, deadline_s=now_s + PATIENCE * (self.config.restore_budget_s + 1.0), reservation=taken,
+            live=live)
+        self._on_its_way.update(dict.fromkeys(taken.keys, taken.job_id))
+        self._loads.append(LoadOrder(job_id=taken.job_id, request_id=request.request_id, blocks=blocks,
+                                     frames=tuple(taken.frames.tolist())))
+
+    def finished(self, request: Any, *, aborted: bool) -> None:
+        """However it ended. Its blocks are freed after this."""
+        live = self._live.pop(request.request_id, None)
+        if live is None:
+            return
+        self.dirty = True
+        self._release(live)
+        if (job := live.load) is not None:
+            self._give_up(job, Reason.ABORTED)
+        if live.running:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            self._confirm(live, computed)
+            if live.confirmed:
+                snapshot = self.tier.new_job_id()  # marks where the conversation ended; the device keeps no snapshots
+                self.tier.retain(snapshot, live.chain, pages=live.confirmed)
+                self.tier.evicted(snapshot)
+            self._look = self._off is None and self.config.mode is Mode.ON_PRESSURE
+            if self._off is None and self.config.mode is Mode.ON_RETAIN:
+                self._eager.update(zip(live.chain.keys[: live.confirmed], request.block_hashes, strict=False))
+        if live.account is not None:
+            # Not scheduled once since it was admitted: what it was to be served it was not.
+            self.accounting.abort(live.account, device_pages=0, host_pages=0)
+        elif not live.settled and aborted:
+            self.accounting.aborted_before_admission()
+
+    # ---- a step
+
+    def build(self, output: Any) -> Orders:
+        """The orders of the step that vLLM has just planned. Called once a step, empty ones too."""
+        now_s = self._clock.now()
+        self._step += 1
+        self._look = False
+        loads, self._loads = tuple(self._loads), []
+        try:
+            return self._build(output, loads, now_s)
+        except Exception:
+            self._loads = [*loads, *self._loads]
+            raise
+
+    def loads_only(self) -> Orders:
+        """Instead of `build` when that failed: whoever was promised a load gets it."""
+        loads, self._loads = tuple(self._loads), []
+        return Orders(step=self._step, loads=loads)
+
+    def _build(self, output: Any, loads: tuple[LoadOrder, ...], now_s: float) -> Orders:
+        for request_id in output.preempted_req_ids or ():
+            if (live := self._live.get(request_id)) is not None:
+                self._preempted(live)
+        tokens = 0
+        for request_id, count in output.num_scheduled_tokens.items():
+            tokens += count
+            if (live := self._live.get(request_id)) is not None:
+                computed = live.request.num_computed_tokens
+                live.computed_after = computed + count
+                if computed >= live.confirm_at or not live.running:
+                    self._scheduled(live)
+        stores: list[StoreOrder] = []
+        fences = self._see_off(stores, now_s) if self._gone else ()
+        if self._off is None and self._pool is not None:
+            if self.config.mode is Mode.ON_PRESSURE:
+                self._look_ahead(stores, now_s)
+            elif self._eager:
+                self._write_eagerly(stores, now_s)
+        if self._jobs:
+            self._watch(now_s)
+        measured = tokens >= MEASURED_TOKENS
+        if measured:
+            self._steps.append(_Step(step=self._step, built_s=now_s, tokens=tokens))
+        return Orders(step=self._step, stores=tuple(stores), loads=loads, fences=fences, report_step=measured)
+
+    def heard(self, reports: Sequence[RankReport]) -> None:
+        """What the ranks say of a step that is over."""
+        now_s = self._clock.now()
+        for report in reports:
+            self._measure(report.step, now_s)
+            if report.off is not None:
+                self.turn_off(report.off)
+            for job_id in report.overdue:
+                if (job := self._jobs.get(job_id)) is not None:
+                    self._over_budget(job)
+            for end in report.ends:
+                self._rank_ended(end, now_s)
+
+    @property
+    def busy(self) -> bool:
+        """vLLM must go on making steps: the end of a copy is to be heard, or blocks that have just been freed want a
+        look before the next request comes and takes them."""
+        return self._look or bool(self._eager) or any(not job.overdue for job in self._jobs.values())
+
+    def worth_telling(self, now_s: float, told_s: float) -> bool:
+        """Statistics cost as much as a step's decisions: told a few times a second, and when things come to rest."""
+        return self.dirty and (now_s - told_s >= TELL_EVERY_S or not (self._live or self._jobs))
+
+    @property
+    def off_reason(self) -> str | None:
+        return self._off or self.tier.off_reason
+
+    @property
+    def pins(self) -> int:
+        """What stays held when nothing is under way: pins of the tier, blocks kept from the pool, open requests."""
+        counters = self.tier.stats().counters
+        held = counters.pins_taken - counters.pins_released
+        return held + sum(map(len, self._late.values())) + len(self._live) + len(self._jobs) + len(self._on_its_way)
+
+    def check(self) -> None:
+        """The tier's invariants, and that every job has an owner. For tests."""
+        self.tier.check()
+        loading = {live.load.job_id for live in self._live.values() if live.load is not None}
+        strays = [i for i, job in self._jobs.items() if job.live is not None and not job.given_up and i not in loading]
+        if strays:
+            raise InvariantBroken(f"loads {strays} belong to no live request")
+        if any(job_id not in self._jobs for job_id in self._fences.values()):
+            raise InvariantBroken("a fence names a job that is over")
+
+    # ---- inside: requests
+
+    def _live_of(self, request: Any) -> LiveRequest:
+        live = self._live.get(request.request_id)
+        if live is None:
+            chain = KeyChain(identity=self._identity, keys=(), plain=())
+            live = self._live[request.request_id] = LiveRequest(request=request, chain=chain)
+        return live
+
+    def _release(self, live: LiveRequest) -> None:
+        if live.reservation is not None:
+            self.tier.abandon(live.reservation, Reason.ABORTED, copying=False)
+            live.reservation = None
+
+    def _scheduled(self, live: LiveRequest) -> None:
+        request = live.request
+        computed = request.num_computed_tokens - request.num_output_placeholders
+        if not live.running:
+            live.running = True
+            self._served(live, computed // self._page)
+        self._confirm(live, computed)
+        live.confirm_at = (live.confirmed + CONFIRM_PAGES) * self._page
+        if live.prompt_tokens > computed:
+            live.confirm_at = min(live.confirm_at, live.prompt_tokens)
+
+    def _served(self, live: LiveRequest, pages: int) -> None:
+        """It runs for the first time, or again: `pages` were cached, the last `host_pages` of them restored."""
+        if live.account is not None:
+            pages = min(pages, live.account.limit)
+        host = min(live.host_pages, pages)
+        self.dirty = True
+        live.chain = extended(live.chain, live.request.block_hashes)
+        self.tier.touch(live.chain, pages)
+        if live.account is not None:
+            self.accounting.settle(live.account, device_pages=pages - host, host_pages=host)
+            live.account, live.settled = None, True
+        elif live.lost_tokens:
+            self.accounting.recovered(
+                device_tokens=(pages - host) * self._page, host_tokens=host * self._page,
+                recomputed_tokens=max(0, live.lost_tokens - pages * self._page))
+            live.lost_tokens = 0
+
+    def _confirm(self, live: LiveRequest, computed_tokens: int) -> None:
+        pages = min(computed_tokens // self._page, len(live.request.block_hashes))
+        if pages > live.confirmed:
+            live.chain = extended(live.chain, live.request.block_hashes)
+            self.tier.device_added(live.chain, live.confirmed, pages)
+            live.confirmed = pages
+
+    def _preempted(self, live: LiveRequest) -> None:
+        """Its blocks are free, with all that the steps so far have computed in them."""
+        if live.running:
+            self._confirm(live, live.computed_after)
+            live.lost_tokens = max(live.lost_tokens, live.computed_after)
+        live.confirmed = live.computed_after = live.host_pages = 0
+        live.running = False
+
+    # ---- inside: blocks that leave, or are about to
+
+    def _see_off(self, stores: list[StoreOrder], now_s: float) -> tuple[int, ...]:
+        """Blocks handed out in this step. They hold their bytes until its forward pass."""
+        gone, self._gone = self._gone, []
+        fences: dict[int, None] = {}
+        where: dict[PageKey, int] = {}
+        another = self._pool.cached_block_hash_to_block.get_one_block
+        for block_id, block_hash in gone:
+            self._decided[block_id] = None
+            if (job_id := self._fences.pop(block_id, None)) is not None:
+                fences[job_id] = None
+            if another(block_hash) is None:  # else the page stays on the device, in another block
+                where.setdefault(self._key(block_hash), block_id)
+        keys = list(where)
+        known = [key for key, state in zip(keys, self.tier.held(keys), strict=True) if state is None]
+        if self._off is None and self.config.mode is not Mode.OFF:
+            self._order(stores, self.tier.plan_pages(known, now_s=now_s, at_once=True), where, now_s, at_once=True)
+        self.tier.device_removed(keys[::-1])
+        self._count_departures(known)
+        self.counters.fenced_jobs += len(fences)
+        self.dirty = True
+        return tuple(fences)
+
+    def _count_departures(self, keys: list[PageKey]) -> None:
+        self.counters.evicted_pages += len(keys)
+        coming = {key: job for job in self._jobs.values() if job.direction is Direction.STORE for key in job.keys}
+        for key, state in zip(keys, self.tier.held(keys), strict=True):
+            if state is None:
+                self.counters.saved_pages += 1
+            elif state is Reason.NOT_READY and key in coming:
+                coming[key].leaving += 1
+            else:
+                self.counters.lost_pages += 1
+
+    def _look_ahead(self, stores: list[StoreOrder], now_s: float) -> None:
+        """Save what could be handed out before a copy ordered later would be over."""
+        decided = self._decided
+        near = [
+            block
+            for block in islice(self._pool.free_block_queue.iter_blocks_after(None), self._window)
+            if block.block_hash is not None and decided[block.block_id] is not block.block_hash
+        ]
+        if near and self.tier.may_store(now_s):
+            self._plan({self._key(block.block_hash): block for block in near}, stores, now_s)
+
+    def _write_eagerly(self, stores: list[StoreOrder], now_s: float) -> None:
+        """Pages of requests that have ended, while they are on the device."""
+        found: dict[PageKey, Any] = {}
+        for key, block_hash in list(self._eager.items()):
+            cached = self._pool.get_cached_block(block_hash, [0])
+            if cached is None:
+                del self._eager[key]
+            else:
+                found[key] = cached[0]
+        self._plan(found, stores, now_s)
+        for key, block in found.items():
+            if self._decided[block.block_id] is block.block_hash:
+                self._eager.pop(key, None)
+
+    def _plan(self, near: dict[PageKey, Any], stores: list[StoreOrder], now_s: float) -> None:
+        """Ask the tier about these blocks; those it has decided about need not be asked about again."""
+        jobs = self.tier.plan_pages(list(near), now_s=now_s)
+        self._order(stores, jobs, {key: block.block_id for key, block in near.items()}, now_s, at_once=False)
+        through = self.tier.may_store(now_s)
+        taken = {key for job in jobs for key in job.keys}
+        for key, block in near.items():
+            if through or key in taken:
+                self._decided[block.block_id] = block.block_hash
+
+    def _order(self, stores: list[StoreOrder], jobs: Sequence[StoreJob], where: dict[PageKey, int], now_s: float, *,
+               at_once: bool) -> None:
+        for job in jobs:
+            blocks = tuple(where[key] for key in job.keys)
+            deadline_s = now_s + PATIENCE * (PATIENCE * self.config.copy_budget_s + 1.0)
+            self._jobs[job.job_id] = _Job(
+                job_id=job.job_id, direction=Direction.STORE, blocks=blocks, keys=job.keys, left=self._ranks,
+                begun_s=now_s, deadline_s=deadline_s, at_once=at_once)
+            if not at_once:
+                self._fences.update(dict.fromkeys(blocks, job.job_id))
+            stores.append(StoreOrder(job_id=job.job_id, blocks=blocks, frames=tuple(job.frames.tolist()),
+                                     at_once=at_once))
+
+    def _key(self, pool_hash: bytes) -> PageKey:
+        return page_key(self._identity.digest, pool_hash[:-GROUP_BYTES])
+
+    # ---- inside: copies that end, or do not
+
+    def _rank_ended(self, end: JobEnd, now_s: float) -> None:
+        job = self._jobs.get(end.job_id)
+        if job is None:
+            return
+        job.left -= 1
+        job.error = job.error or end.error
+        job.late = job.late or end.late
+        job.copied_bytes += end.copied_bytes
+        job.submissions += end.submissions
+        job.seconds = max(job.seconds, end.seconds)
+        if job.left:
+            return
+        del self._jobs[job.job_id]
+        self.dirty = True
+        done = CopyDone(job_id=job.job_id, direction=job.direction, error=job.error, copied_bytes=job.copied_bytes,
+                        submissions=job.submissions, submitted_s=job.begun_s, started_s=now_s - job.seconds,
+                        finished_s=now_s)
+        if job.direction is Direction.STORE:
+            self._unfence(job)
+            self.tier.settle(done)
+            self._count_saved(job, job.leaving if job.error is None and not job.overdue else 0)
+        else:
+            self._load_ended(job, done)
+
+    def _load_ended(self, job: _Job, done: CopyDone) -> None:
+        if job.given_up:
+            self.tier.settle(done)
+            if (blocks := self._late.pop(job.job_id, None)) is not None:
+                self._pool.free_blocks([self._pool.blocks[i] for i in blocks])
+            return
+        self._load_is_over(job)
+        reservation, live = job.reservation, job.live
+        if reservation is None or live is None:
+            raise InvariantBroken(f"load {job.job_id} has no reservation")
+        if job.error is None:
+            self.tier.commit(reservation, done)
+            live.host_pages = reservation.pages
+            self.rates.saw_restore(done.copied_bytes, job.seconds)
+        else:
+            reason = Reason.LATE if job.late else Reason.FAILED
+            self.tier.abandon(reservation, reason, copying=False)
+            self._deny(live, reason)
+
+    def _over_budget(self, job: _Job) -> None:
+        """Some rank's copy takes too long and may run on. Its frames, and the blocks of a load, are out of use until
+        every rank has ended it."""
+        if job.overdue:
+            return
+        job.overdue = True
+        self.dirty = True
+        if job.direction is Direction.STORE:
+            self._unfence(job)
+            self.tier.expire(job.job_id, running=True)
+            self._count_saved(job, 0)
+            return
+        live = job.live
+        self._give_up(job, Reason.LATE)
+        if live is not None:
+            self._deny(live, Reason.LATE)
+        self._late[job.job_id] = job.blocks
+        self.counters.late_blocks += len(job.blocks)
+        self._pool.touch([self._pool.blocks[i] for i in job.blocks])
+
+    def _give_up(self, job: _Job, reason: Reason) -> None:
+        if job.given_up or job.reservation is None:
+            return
+        job.given_up = True
+        self._load_is_over(job)
+        self.tier.abandon(job.reservation, reason, copying=True)
+
+    def _load_is_over(self, job: _Job) -> None:
+        for key in job.keys:
+            if self._on_its_way.get(key) == job.job_id:
+                del self._on_its_way[key]
+        if job.live is not None and job.live.load is job:
+            job.live.load = None
+
+    def _deny(self, live: LiveRequest, reason: Reason) -> None:
+        """Offered again it would fail again, and vLLM has no limit: this request is computed."""
+        live.denied = True
+        if live.account is not None:
+            live.account.miss(reason)
+
+    def _unfence(self, job: _Job) -> None:
+        for block_id in job.blocks:
+            if self._fences.get(block_id) == job.job_id:
+                del self._fences[block_id]
+
+    def _count_saved(self, job: _Job, saved: int) -> None:
+        self.counters.saved_pages += saved
+        self.counters.saved_at_once_pages += saved if job.at_once else 0
+        self.counters.lost_pages += job.leaving - saved
+        job.leaving = 0
+
+    def _watch(self, now_s: float) -> None:
+        """Jobs that a rank never spoke of again. Loads of such a rank cannot be reported as over: vLLM would wait."""
+        for job in [job for job in self._jobs.values() if now_s >= job.deadline_s and not job.overdue]:
+            self._over_budget(job)
+
+    def turn_off(self, reason: str) -> None:
+        """For good: nothing is found or saved any more; what is under way is still heard of."""
+        if self._off is None:
+            self._off = reason
+            self._say(f"hostcache: the tier is off: {reason}")
+            for live in self._live.values():
+                self._release(live)
+            self._eager.clear()
+
+    def _measure(self, step: int, now_s: float) -> None:
+        while self._steps and self._steps[0].step <= step:
+            measured = self._steps.pop(0)
+            if measured.step == step:
+                self.rates.saw_prefill(measured.tokens, now_s - measured.built_s)

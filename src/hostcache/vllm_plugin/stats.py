@@ -1,0 +1,75 @@
+"""The plugin's numbers as one flat record of changes, for vLLM's own way of carrying statistics. Formats no text.
+
+A name is a metric's, or `metric|label value`. Counters are what was added since the last record, gauges as they are.
+Imports nothing of vLLM: names and texts are known to the process that shows /metrics and holds no tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hostcache.tier import Accounting, AccountingStats, Family, HostCache, families
+from hostcache.vllm_plugin.scheduler_side import PluginCounters, SchedulerSide
+
+_OWN = {
+    "evicted_pages": "Pages whose last block vLLM handed out again.",
+    "evicted_saved_pages": "Of these, pages that were on the host, or got there: saved / evicted is the coverage.",
+    "evicted_saved_at_once_pages": "Of the saved ones, pages whose step had to wait for the copy.",
+    "evicted_lost_pages": "Of the evicted ones, pages that were not saved. Those that had no room are in it.",
+    "fenced_stores": "Write-backs whose block was handed out before they were over: the step waited for them.",
+    "late_blocks": "Blocks kept from the pool because a restore that was given up could still write them.",
+    "resets": "Times every copy was dropped because vLLM's cache was reset.",
+}
+
+
+def metrics(side: SchedulerSide) -> Iterator[Family]:
+    yield from families(side.accounting.stats(), side.tier.stats())
+    yield from _own(side.counters)
+
+
+def known() -> list[Family]:
+    """Every metric there is, with values of nothing."""
+    from hostcache.tier import History, TierConfig
+
+    config = TierConfig(host_cache_bytes=0, page_bytes=1, page_tokens=1)
+    history = History(1)
+    cache = HostCache(config, history=history)
+    nothing: AccountingStats = Accounting(1, history, cache).stats()
+    return [*families(nothing, cache.stats()), *_own(PluginCounters())]
+
+
+def _own(counters: PluginCounters) -> Iterator[Family]:
+    values = (counters.evicted_pages, counters.saved_pages, counters.saved_at_once_pages, counters.lost_pages,
+              counters.fenced_jobs, counters.late_blocks, counters.resets)
+    for (name, text), value in zip(_OWN.items(), values, strict=True):
+        yield Family(name=f"hostcache_{name}", kind="counter", text=text, label="", samples={"": value})
+
+
+class Changes:
+    """Remembers what was told already."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def take(self, now: Iterator[Family]) -> dict[str, float]:
+        """Only what is not as it was; {} when nothing is."""
+        changed: dict[str, float] = {}
+        for family in now:
+            for label, value in family.samples.items():
+                name = f"{family.name}|{label}" if label else family.name
+                before = self._told.get(name, 0)
+                if value != before:
+                    self._told[name] = value
+                    changed[name] = value - before if family.kind == "counter" else value
+        return changed
+
+
+GAUGES = frozenset(family.name for family in known() if family.kind == "gauge")
+
+
+def merged(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """Two records, the later one second."""
+    both = dict(one)
+    for name, value in other.items():
+        both[name] = value if name in GAUGES else both.get(name, 0) + value
+    return both

@@ -1,0 +1,64 @@
+"""What crosses between the scheduler's process and the workers', each step: frozen records, small, picklable.
+
+Orders go to every rank alike; each rank answers for its own part of the bytes. A job id is the tier's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOrder:
+    """Copy block blocks[i] into frame frames[i]. `at_once`: the blocks are overwritten by this step's forward pass, so
+    the copy must be over before it, or is given up."""
+
+    job_id: int
+    blocks: tuple[int, ...]
+    frames: tuple[int, ...]
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Copy frame frames[i] into block blocks[i], for a request that waits for it."""
+
+    job_id: int
+    request_id: str
+    blocks: tuple[int, ...]
+    frames: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """One step's. `fences`: running stores whose blocks this step overwrites; they are waited for as if `at_once`."""
+
+    step: int
+    stores: tuple[StoreOrder, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
+    fences: tuple[int, ...] = ()
+    report_step: bool = False
+    """The scheduler measures this step and wants to hear of its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """A job that can move no byte any more, on this rank. `late`: it was over its budget and never started."""
+
+    job_id: int
+    error: str | None
+    copied_bytes: int
+    submissions: int
+    seconds: float
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """`overdue`: jobs given up while their copy may still run; each is in `ends` of a later report, if ever.
+    `off`: this rank can copy nothing, now and later."""
+
+    step: int
+    ends: tuple[JobEnd, ...] = ()
+    overdue: tuple[int, ...] = ()
+    off: str | None = None

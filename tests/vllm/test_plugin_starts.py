@@ -1,0 +1,127 @@
+"""The plugin where it starts otherwise, or has to stop: each test has an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm import drill
+from tests.vllm.engine import POOL, PROMPTS, SETTINGS, Engine, cold_answers
+
+from hostcache.copiers import Hold
+from hostcache.tier import Direction
+
+pytestmark = pytest.mark.vllm
+
+Start = Callable[..., Engine]
+DRILL = {"connector": "DrillConnector", "module": "tests.vllm.drill"}
+
+
+@pytest.fixture(scope="module")
+def cold(tiny_llama: Path) -> list[list[int]]:
+    return cold_answers(tiny_llama)
+
+
+@pytest.fixture
+def start(tiny_llama: Path, cold: list[list[int]]) -> Iterator[Start]:
+    """One engine; it is at rest and closed after the test."""
+    made: list[Engine] = []
+    drill.PLAN.clear()
+
+    def make(model: Path = tiny_llama, blocks: int = POOL, extra: dict[str, Any] | None = None,
+             **options: Any) -> Engine:
+        made.append(Engine(model, blocks=blocks, extra={**SETTINGS, **(extra or {})}, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        try:
+            if engine.side is not None:
+                engine.at_rest()
+        finally:
+            engine.close()
+
+
+def test_a_stuck_load_is_reported_in_time_and_its_blocks_return_when_it_ends(
+    start: Start, cold: list[list[int]]
+) -> None:
+    engine = start(extra={"host_cache_restore_budget_ms": 300}, **DRILL)
+    engine.press()
+    hold = Hold()
+    drill.PLAN[:] = [(Direction.RESTORE, hold)]
+    assert engine.answers(PROMPTS[:1]) == cold[:1]
+    assert engine.side.counters.late_blocks == 12
+    assert engine.answers(PROMPTS) == cold
+    hold.release()
+    engine.ask(PROMPTS[:1])
+
+
+def test_a_dead_copy_thread_turns_the_tier_off_and_every_request_is_answered(
+    start: Start, cold: list[list[int]]
+) -> None:
+    engine = start(**DRILL)
+    engine.press()
+    drill.PLAN[:] = [(Direction.RESTORE, SystemExit())]
+    assert engine.answers(PROMPTS) == cold
+    assert "a copy worker died" in (engine.side.off_reason or "")
+
+
+def test_memory_refused_at_the_start_leaves_an_engine_without_the_tier(start: Start, cold: list[list[int]]) -> None:
+    engine = start(extra={"host_cache_bytes": "90TiB"})
+    assert engine.answers(PROMPTS) == cold
+    assert engine.side is None
+    assert engine.connector._why_not.startswith("host_cache_bytes is 90")
+
+
+def test_a_rank_that_gets_no_memory_later_than_the_scheduler_looked_turns_the_tier_off(
+    start: Start, cold: list[list[int]]
+) -> None:
+    engine = start(connector="NoMemoryConnector", module="tests.vllm.drill")
+    assert engine.answers(PROMPTS) == cold
+    assert engine.side.off_reason == "the machine has none left"
+
+
+@pytest.mark.parametrize("mode", ["on-evict", "on-retain"])
+def test_the_other_modes_restore_the_same(start: Start, cold: list[list[int]], mode: str) -> None:
+    engine = start(extra={"host_cache_mode": mode})
+    engine.press()
+    assert engine.answers(PROMPTS) == cold
+    assert engine.side.tier.stats().counters.restores > 0
+    counters = engine.side.counters
+    assert counters.saved_pages == counters.evicted_pages
+    assert (counters.saved_at_once_pages > 0) or mode == "on-retain"
+
+
+def test_without_pressure_no_byte_moves_and_nothing_is_pinned(start: Start, cold: list[list[int]]) -> None:
+    engine = start(blocks=1000)
+    assert engine.answers(PROMPTS) == cold
+    assert engine.answers(PROMPTS) == cold
+    counters = engine.side.tier.stats().counters
+    assert (counters.stores_issued, counters.store_bytes, counters.pins_taken, counters.restores) == (0, 0, 0, 0)
+
+
+def test_a_model_with_two_cache_groups_runs_without_the_tier(start: Start, tiny_gemma2: Path) -> None:
+    engine = start(tiny_gemma2, blocks=100)
+    assert engine.side is None
+    assert "2 KV cache groups" in engine.connector._why_not
+    assert len(engine.answers(PROMPTS[:4])) == 4
+
+
+def test_without_prefix_caching_vllm_runs_without_the_tier(start: Start, cold: list[list[int]]) -> None:
+    engine = start(enable_prefix_caching=False)
+    assert engine.side is None
+    assert "prefix caching is off" in engine.connector._why_not
+    assert engine.answers(PROMPTS[:4]) == cold[:4]
+
+
+def test_a_reset_that_says_nothing_of_the_weights_leaves_the_copies(start: Start, cold: list[list[int]]) -> None:
+    engine = start(extra={"host_cache_keep_on_reset": True})
+    engine.press()
+    assert engine.llm.reset_prefix_cache()
+    (out,) = engine.ask(PROMPTS[:1])
+    assert (out.num_cached_tokens, list(out.outputs[0].token_ids)) == (384, cold[0])
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    (out,) = engine.ask(PROMPTS[:1])
+    assert (out.num_cached_tokens, list(out.outputs[0].token_ids)) == (0, cold[0])
