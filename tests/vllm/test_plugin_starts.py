@@ -125,3 +125,31 @@ def test_a_reset_that_says_nothing_of_the_weights_leaves_the_copies(start: Start
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     (out,) = engine.ask(PROMPTS[:1])
     assert (out.num_cached_tokens, list(out.outputs[0].token_ids)) == (0, cold[0])
+
+
+def test_who_listens_to_vllms_events_knows_what_the_tier_holds(start: Start) -> None:
+    from vllm.config import KVEventsConfig
+
+    engine = start(extra={"host_cache_bytes": "8MiB"},
+                   kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    held: set[Any] = set()
+
+    class Listener:
+        def publish(self, batch: Any) -> None:
+            for event in batch.events:
+                if getattr(event, "medium", None) == "CPU":
+                    change = held.update if type(event).__name__ == "BlockStored" else held.difference_update
+                    change(event.block_hashes)
+
+        def shutdown(self) -> None: ...
+
+    engine.core.scheduler.kv_event_publisher = Listener()
+    engine.press()
+    engine.idle()
+    stats = engine.side.tier.stats()
+    assert stats.counters.host_evictions > 0
+    assert len(held) == stats.resident_pages > 100
+    assert engine.llm.reset_prefix_cache()
+    engine.ask([PROMPTS[0][:40]])
+    engine.idle()
+    assert len(held) == engine.side.tier.stats().resident_pages == 0

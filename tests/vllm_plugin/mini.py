@@ -18,6 +18,7 @@ from typing import Any
 from hostcache.clock import VirtualClock
 from hostcache.copiers import CopySpeed, Fault, VirtualCopier
 from hostcache.tier import CopyJob, Direction, Identity, Mode, PageKey, TierConfig
+from hostcache.tier.table import RESIDENT
 from hostcache.vllm_plugin.keys import page_key
 from hostcache.vllm_plugin.scheduler_side import SchedulerSide
 from hostcache.vllm_plugin.worker_side import WorkerSide
@@ -215,7 +216,8 @@ class MiniVllm:
             restore_budget_s=restore_budget_s, max_job_pages=max_job_pages, quarantine_limit=1.0)
         self.said: list[str] = []
         self.side = SchedulerSide(config=config, identity=IDENTITY, ranks=ranks, step_tokens=chunk, clock=self.clock,
-                                  say=self.said.append, keep_on_reset=keep_on_reset)
+                                  say=self.said.append, keep_on_reset=keep_on_reset, events=True)
+        self.told: set[bytes] = set()
         self.side.bind(self.pool)
         self.memories = [Memory(rank, blocks, config.frames) for rank in range(ranks)]
         speed = CopySpeed(store_bytes_per_s=1 / page_s, restore_bytes_per_s=1 / page_s)
@@ -279,6 +281,11 @@ class MiniVllm:
         self.side.check()
         known, there = self.on_device()
         assert known <= there
+        self.listen()
+        table = self.side.tier._table
+        live = table.live()
+        held = table.keys_of(live[(table.state[live] == RESIDENT) & ~table.dead[live]])
+        assert {page_key(IDENTITY.digest, each) for each in self.told} == set(held)
 
     def on_device(self) -> tuple[set[PageKey], set[PageKey]]:
         """Pages that the tier believes to be in a block, and those that are."""
@@ -321,6 +328,11 @@ class MiniVllm:
             if (report := worker.report()) is not None:
                 reports.append(pickle.loads(pickle.dumps(report)))
         self._update(scheduled, finished, reports)
+
+    def listen(self) -> None:
+        """Apply what the plugin tells of its contents, as a reader of vLLM's events would."""
+        for restorable, block_hash in self.side.take_events():
+            (self.told.add if restorable else self.told.discard)(block_hash)
 
     def _update(self, computed: dict[str, int], finished: set[str], reports: list[Any]) -> None:
         for request_id in self.failing & finished:

@@ -50,7 +50,12 @@ def scheduler_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any,
         config=tier_config(config, vllm_config, kv_cache_config), identity=identity_of(vllm_config, kv_cache_config),
         ranks=int(vllm_config.parallel_config.world_size),
         step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens), clock=clock, say=say,
-        keep_on_reset=config.keep_on_reset)
+        keep_on_reset=config.keep_on_reset, events=_events_wanted(vllm_config))
+
+
+def _events_wanted(vllm_config: Any) -> bool:
+    events = getattr(vllm_config, "kv_events_config", None)
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def worker_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any], *,

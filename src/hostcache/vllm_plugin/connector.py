@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hostcache.clock import Clock, WallClock
@@ -163,7 +167,15 @@ class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self.scheduler is None else self.scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        """What the tier holds, for whoever listens to vLLM's own events: medium CPU, hashes as vLLM's."""
+        for restorable, run in groupby(() if self.scheduler is None else self.scheduler.take_events(), itemgetter(0)):
+            hashes = [maybe_convert_block_hash(block_hash) for _, block_hash in run]
+            if restorable:
+                size = self.scheduler.config.page_tokens if self.scheduler is not None else 0
+                yield BlockStored(block_hashes=hashes, parent_block_hash=None, token_ids=[], block_size=size,
+                                  lora_id=None, medium="CPU", lora_name=None)
+            else:
+                yield BlockRemoved(block_hashes=hashes, medium="CPU")
 
     def _safely(self, call: Callable[[], T], otherwise: U) -> T | U:
         """A mistake of ours ends the tier, not vLLM. (Not so in `update_state_after_alloc`: there vLLM waits for what

@@ -170,10 +170,10 @@ class PoolListener:
 
 class SchedulerSide:
     """`step_tokens`: the most that one step may compute. `keep_on_reset`: a reset of vLLM's pool says nothing about
-    the weights, so that copies stay good (else they are dropped with it)."""
+    the weights, so that copies stay good (else they are dropped with it). `events`: keep what `take_events` tells."""
 
     def __init__(self, *, config: TierConfig, identity: Identity, ranks: int, step_tokens: int, clock: Clock,
-                 say: Callable[[str], None], keep_on_reset: bool = False) -> None:
+                 say: Callable[[str], None], keep_on_reset: bool = False, events: bool = False) -> None:
         self.config = config
         self.history = History(max(HISTORY_PAGES, 16 * config.frames))
         self.tier = HostCache(config, history=self.history)
@@ -199,6 +199,10 @@ class SchedulerSide:
         self._eager: dict[PageKey, bytes] = {}
         self._on_its_way: dict[PageKey, int] = {}
         self._late: dict[int, tuple[int, ...]] = {}
+        self._hashes: dict[PageKey, bytes] | None = {} if events else None
+        self._told: set[PageKey] = set()
+        if events:
+            self.tier.take_changes()
         self._loads: list[LoadOrder] = []
         self._look = False
         self._steps: list[_Step] = []
@@ -403,6 +407,19 @@ class SchedulerSide:
             for end in report.ends:
                 self._rank_ended(end, now_s)
 
+    def take_events(self) -> list[tuple[bool, bytes]]:
+        """Since the last call: vLLM's hashes of blocks that can be restored from now on (True), or no more."""
+        told: list[tuple[bool, bytes]] = []
+        if self._hashes is None:
+            return told
+        for restorable, key in self.tier.take_changes():
+            told.append((restorable, self._hashes[key]))
+            (self._told.add if restorable else self._told.discard)(key)
+        if len(self._hashes) > 2 * self.config.frames + HISTORY_PAGES:  # those of pages that came and went
+            wanted = self._told.union(*(job.keys for job in self._jobs.values()))
+            self._hashes = {key: each for key, each in self._hashes.items() if key in wanted}
+        return told
+
     @property
     def busy(self) -> bool:
         """vLLM must go on making steps: the end of a copy is to be heard, or blocks that have just been freed want a
@@ -498,17 +515,21 @@ class SchedulerSide:
         gone, self._gone = self._gone, []
         fences: dict[int, None] = {}
         where: dict[PageKey, int] = {}
+        hashes: dict[PageKey, bytes] = {}
         another = self._pool.cached_block_hash_to_block.get_one_block
         for block_id, block_hash in gone:
             self._decided[block_id] = None
             if (job_id := self._fences.pop(block_id, None)) is not None:
                 fences[job_id] = None
             if another(block_hash) is None:  # else the page stays on the device, in another block
-                where.setdefault(self._key(block_hash), block_id)
+                key = self._key(block_hash)
+                where.setdefault(key, block_id)
+                hashes[key] = block_hash[:-GROUP_BYTES]
         keys = list(where)
         known = [key for key, state in zip(keys, self.tier.held(keys), strict=True) if state is None]
         if self._off is None and self.config.mode is not Mode.OFF:
-            self._order(stores, self.tier.plan_pages(known, now_s=now_s, at_once=True), where, now_s, at_once=True)
+            jobs = self.tier.plan_pages(known, now_s=now_s, at_once=True)
+            self._order(stores, jobs, where, hashes, now_s, at_once=True)
         self.tier.device_removed(keys[::-1])
         self._count_departures(known)
         self.counters.fenced_jobs += len(fences)
@@ -554,17 +575,21 @@ class SchedulerSide:
     def _plan(self, near: dict[PageKey, Any], stores: list[StoreOrder], now_s: float) -> None:
         """Ask the tier about these blocks; those it has decided about need not be asked about again."""
         jobs = self.tier.plan_pages(list(near), now_s=now_s)
-        self._order(stores, jobs, {key: block.block_id for key, block in near.items()}, now_s, at_once=False)
+        where = {key: block.block_id for key, block in near.items()}
+        hashes = {key: block.block_hash[:-GROUP_BYTES] for key, block in near.items()}
+        self._order(stores, jobs, where, hashes, now_s, at_once=False)
         through = self.tier.may_store(now_s)
         taken = {key for job in jobs for key in job.keys}
         for key, block in near.items():
             if through or key in taken:
                 self._decided[block.block_id] = block.block_hash
 
-    def _order(self, stores: list[StoreOrder], jobs: Sequence[StoreJob], where: dict[PageKey, int], now_s: float, *,
-               at_once: bool) -> None:
+    def _order(self, stores: list[StoreOrder], jobs: Sequence[StoreJob], where: dict[PageKey, int],
+               hashes: dict[PageKey, bytes], now_s: float, *, at_once: bool) -> None:
         for job in jobs:
             blocks = tuple(where[key] for key in job.keys)
+            if self._hashes is not None:
+                self._hashes.update({key: hashes[key] for key in job.keys})
             deadline_s = now_s + PATIENCE * (PATIENCE * self.config.copy_budget_s + 1.0)
             self._jobs[job.job_id] = _Job(
                 job_id=job.job_id, direction=Direction.STORE, blocks=blocks, keys=job.keys, left=self._ranks,
