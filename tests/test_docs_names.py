@@ -208,7 +208,7 @@ def test_flags_named_in_the_pages_are_settings_or_words_of_a_command(page: str) 
         for path in (SRC / "hostcache").rglob("*.py")
         if "add_argument" in path.read_text("utf-8")
     )
-    foreign = {"index-url", "extra-index-url"}  # pip's
+    foreign = {"index-url", "extra-index-url", "kv-transfer-config"}  # of pip and vLLM
     unknown = {
         flag
         for flag in flags - foreign
