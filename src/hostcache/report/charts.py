@@ -179,7 +179,8 @@ class _Frame:
 
 def _frame_of(places: Sequence[float], points: Sequence[Point], x_ticks: Sequence[float], y: Axis, log_x: bool,
               y_most: float | None) -> _Frame:
-    top = y_most or max(point.y for point in points) or 1.0
+    top = y_most or max(point.y for point in points)
+    top = top if top > 1e-9 else 1.0  # all of it on the axis: any scale will do
     ticks = y.ticks or round_ticks(top)
     return _Frame(low=min([*places, *x_ticks]), high=max([*places, *x_ticks]), log_x=log_x,
                   y_most=y_most or max(top, ticks[-1]), y_ticks=ticks)

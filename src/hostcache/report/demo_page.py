@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from hostcache.report.charts import Bar, Part, horizontal_bars, legend
+from hostcache.report.pages import commands, page
 from hostcache.report.tables import MISSING, Table, as_html, as_markdown, as_text, number, share, size
 
 Document = Mapping[str, Any]
@@ -179,14 +180,11 @@ def _bars_table(document: Document) -> Table:
 def demo_html(document: Document) -> str:
     """The whole of demo.html."""
     tables = "\n".join(as_html(table) for table in demo_tables(document))
-    commands = "\n".join(escape(command) for command in document["commands"])
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(_HEADLINE)}</title>\n'
-        f"<style>{_STYLE}</style></head>\n<body><main>\n<h1>{escape(_HEADLINE)}</h1>\n<p>{escape(_what_ran(document))}</p>\n"
+    body = (
+        f"<h1>{escape(_HEADLINE)}</h1>\n<p>{escape(_what_ran(document))}</p>\n"
         f"{_headline(document)}\n{_charts(document)}\n<h2>Figures</h2>\n{tables}\n<p>{escape(_verdict(document))}</p>\n"
-        f"<h2>The commands that make this page</h2>\n<pre><code>{commands}</code></pre>\n{_provenance(document)}\n"
-        f"</main></body></html>\n")
+        f"<h2>The commands that make this page</h2>\n{commands(document['commands'])}\n{_provenance(document)}")
+    return page(_HEADLINE, body)
 
 
 def _headline(document: Document) -> str:
@@ -255,32 +253,3 @@ def _provenance(document: Document) -> str:
             f"<details><summary>Inputs and their sha256</summary>"
             f'<div class="scroll"><table><tbody>{inputs}</tbody></table></div></details>\n'
             f"<details><summary>The servers, as started</summary><pre><code>{servers}</code></pre></details>")
-
-
-_STYLE = """
-:root{color-scheme:light dark;--page:#fcfcfb;--ink:#1d1d1b;--soft:#5d5c57;--rule:#d9d8d2;
---off:#8a8983;--on:#1f66b5;--device:#1f66b5;--host:#147565;--recomputed:#a94f10;--inside:#fff}
-@media (prefers-color-scheme:dark){:root{--page:#161615;--ink:#ecebe6;--soft:#aaa9a2;--rule:#3a3a37;
---off:#8f8e88;--on:#6fa8e6;--device:#6fa8e6;--host:#4cc0aa;--recomputed:#ee9650;--inside:#161615}}
-*{box-sizing:border-box}body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
-main{max-width:62rem;margin:0 auto;padding:1.5rem 1rem 4rem}h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.15rem}
-figure{margin:2rem 0}figure h2{margin:0 0 .25rem}figcaption,.note{color:var(--soft);font-size:.9rem}
-.chart{display:block;width:100%;max-width:45rem;height:auto}.chart text{fill:var(--ink);font-size:15px}
-.chart .inside{fill:var(--inside);font-weight:600}.axis{stroke:var(--rule);stroke-width:1}
-.mark{stroke:var(--page);stroke-width:1.5}.off{fill:var(--off);background:var(--off)}.on{fill:var(--on);background:var(--on)}
-.device{fill:var(--device);background:var(--device)}.host{fill:var(--host);background:var(--host)}
-.recomputed{fill:var(--recomputed);background:var(--recomputed)}
-.legend{display:flex;flex-wrap:wrap;gap:.25rem 1.25rem;list-style:none;margin:.25rem 0;padding:0;font-size:.9rem}
-.key{display:inline-block;width:.8rem;height:.8rem;margin-right:.4rem;border-radius:2px}
-dl.headline{display:flex;flex-wrap:wrap;gap:1rem 2.5rem;margin:1.5rem 0 .5rem}
-dl.headline dt{color:var(--soft);font-size:.9rem}
-dl.headline dd{margin:0;font-size:1.9rem;font-weight:600}dl.headline div{display:flex;flex-direction:column-reverse}
-.scroll{overflow-x:auto;margin-top:1.75rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
-caption{text-align:left;font-weight:600;padding-bottom:.4rem}
-th,td{padding:.25rem .7rem;border-bottom:1px solid var(--rule);
-text-align:right;vertical-align:top}th:first-child{text-align:left;font-weight:400;white-space:pre}
-thead th{color:var(--soft);font-weight:400}
-td:last-child{white-space:normal}pre{overflow-x:auto;padding:.75rem;border:1px solid var(--rule);border-radius:4px}
-details{margin:.75rem 0}summary{cursor:pointer}
-"""
