@@ -187,7 +187,7 @@ def test_vllm_listens_on_loopback_unless_the_user_says_where() -> None:
     assert value(composed(), "--host") == "127.0.0.1"
     assert value(composed("--host", "0.0.0.0"), "--host") == "0.0.0.0"
     assert "--host" not in composed("--host=0.0.0.0").command
-    assert "--host" not in composed("--uds", "/tmp/s").command
+    assert "--host" not in composed("--uds", "vllm.sock").command
 
 
 def test_the_front_door_is_a_middleware_whose_settings_travel_in_the_environment(tmp_path: Path) -> None:
