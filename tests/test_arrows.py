@@ -40,6 +40,7 @@ THIRD_PARTY = {
     "httpx": ("client", "bench", "doctor"),
     "transformers": ("bench",),
     "hypothesis": ("testing",),
+    "numba": ("lab",),
     "vllm": ("vllm_plugin",),
     "prometheus_client": ("vllm_plugin",),
 }

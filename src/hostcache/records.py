@@ -321,11 +321,118 @@ class PlanRecord:
     hostcache_version: str
 
 
-Record: TypeAlias = RunRecord | ArmRecord | TurnRecord | EquivalenceRecord | EndRecord | TwinRecord | PlanRecord
+SegmentName: TypeAlias = Literal["before", "prime", "nopressure", "warmup", "steady", "recovery", "observe", "window",
+                                 "rung", "compare", "after"]
+"""`before` and `after` bracket a whole cell: the state that it started from and left. `prime`: everybody's first turn.
+`window`: of an agent ramp's point. `rung`: of a ladder. `compare`: of an equivalence run."""
+Role: TypeAlias = Literal["prime", "visit", "revisit", "probe", "cold", "cold-again", "reuse", "evict", "after-evict",
+                          "decode", "restored", "control"]
+"""`prime`: first visit of a session. `revisit`: a later one of a session that was primed; `visit`: of one that was not.
+`probe`: the lone decode probe beside a load. `evict`: sent only to push others out. `control`: must not hit."""
+Outcome: TypeAlias = Literal["ok", "refused", "error", "aborted"]
+"""`refused`: by backpressure until the retry budget was spent. `aborted`: the run stopped while it was on its way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRecord:
+    """The first line of a cell's file: one arm of one cell of a matrix, or one run of `bench rotate` and its like.
+
+    `salt` makes the cell's texts its own, so that no earlier run can have left them in a cache. `parameters` are all
+    that decides what is sent. `identity` is their digest with corpus, model and seed: only cells of one identity are
+    compared. `target`: what the server said of itself (engine, version, model, tier, and `arm_confirmed_by`).
+    """
+
+    KIND: ClassVar[str] = "cell"
+
+    cell: str
+    workload: Literal["rotate", "agents", "ladder", "equivalence", "replay"]
+    arm: str
+    attempt: int
+    seed: int
+    salt: str
+    identity: str
+    parameters: dict[str, Any]
+    target: dict[str, Any]
+    environment: dict[str, int | float | str]
+    inputs: dict[str, str]
+    command: tuple[str, ...]
+    started_unix_s: float
+    hostcache_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentRecord:
+    """What the server counted between two scrapes. Times are seconds on the run's monotonic clock.
+
+    `opening` and `closing`: canonical counter → value (see client/adapters.py), an absent counter is absent here too.
+    `raw_*`: the lines they were read from. `resets`: counters that went down or were created anew in between: then
+    nothing can be said of this segment. `part`: the ramp's point, the rung; empty where there is one only.
+    """
+
+    KIND: ClassVar[str] = "segment"
+
+    segment: SegmentName
+    part: str
+    window_s: float | None
+    opened_s: float
+    closed_s: float
+    opening: dict[str, float]
+    closing: dict[str, float]
+    raw_opening: tuple[str, ...]
+    raw_closing: tuple[str, ...]
+    resets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request of a cell, whatever became of it. Times are seconds on the run's monotonic clock.
+
+    `due_s`: when it should have been sent, `sent_s`: when its first attempt was; the difference is the client's own
+    lag. `first_token_s` and `ended_s` belong to the attempt that was answered, which began at `answered_attempt_s`.
+    `chunk_s`: arrival of each chunk that carried text or tokens, as seconds after `first_token_s`, the first is 0.
+    Token counts are the server's usage, None where it did not say, which is not the same as 0. `shared_tokens`: how
+    much of the prompt was sent before in this cell, None where the client cannot know. `reason`: one line for
+    whatever is not ok.
+    """
+
+    KIND: ClassVar[str] = "request"
+
+    segment: SegmentName
+    part: str
+    role: Role
+    client: int
+    session: str
+    turn: int
+    due_s: float
+    sent_s: float
+    answered_attempt_s: float | None
+    first_token_s: float | None
+    ended_s: float
+    chunk_s: tuple[float, ...]
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    device_tokens: int | None
+    host_tokens: int | None
+    recomputed: dict[str, int] | None
+    shared_tokens: int | None
+    max_tokens: int
+    finish_reason: str | None
+    prompt_sha256: str
+    reply_sha256: str
+    reply_ids: tuple[int, ...]
+    retries: tuple[RetryNote, ...]
+    outcome: Outcome
+    reason: str | None
+
+
+Record: TypeAlias = (RunRecord | ArmRecord | TurnRecord | EquivalenceRecord | EndRecord | TwinRecord | PlanRecord
+                     | CellRecord | SegmentRecord | RequestRecord)
 
 _LINES: dict[str, type[Any]] = {
     cls.KIND: cls
-    for cls in (RunRecord, ArmRecord, TurnRecord, EquivalenceRecord, EndRecord, TwinRecord, PlanRecord)
+    for cls in (RunRecord, ArmRecord, TurnRecord, EquivalenceRecord, EndRecord, TwinRecord, PlanRecord, CellRecord,
+                SegmentRecord, RequestRecord)
 }
 PARTS: tuple[type[Any], ...] = (RetryNote, TracedAnswer, TwinRow, TwinCoefficient, TwinSummary, PlanRow)
 """Records that appear inside others and have no line of their own."""
