@@ -178,9 +178,11 @@ def _parser(arguments: Sequence[str]) -> _Parser:
         ("demo", "hostcache.bench.demo", "tier off against tier on, with the real engine"),
         ("bench", "hostcache.bench.cli", "measure copies, bookkeeping, the engine, memory and the simulator"),
         ("sim", "hostcache.sim.commands", "simulate: plan a host size, re-play the published fleet, hunt for faults"),
+        ("lab", "hostcache.lab.commands", "reconcile: what a cache could have held of a trace, and what an engine did"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.set_defaults(run={"demo": _demo, "bench": _bench, "sim": partial(_sim, argv=arguments)}[name])
+        command.set_defaults(run={"demo": _demo, "bench": _bench, "sim": partial(_sim, argv=arguments),
+                                  "lab": partial(_lab, argv=arguments)}[name])
         if asked == name:  # its own module knows its arguments; the others need not load it
             with _needs("all"):
                 importlib.import_module(module).add_arguments(command)
@@ -364,4 +366,12 @@ def _sim(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from hostcache.sim import commands
 
     pages = commands.Pages(plan_text=plan_text, plan_html=plan_html, twin_text=twin_text, twin_html=twin_html)
+    return commands.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=argv)
+
+
+def _lab(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    from hostcache.lab import commands
+    from hostcache.report.oracle_page import oracle_html, oracle_text
+
+    pages = commands.Pages(oracle_text=oracle_text, oracle_html=oracle_html)
     return commands.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=argv)

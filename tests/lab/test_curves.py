@@ -151,8 +151,10 @@ def test_smaller_engine_blocks_see_the_same_prefixes_and_the_last_token_is_never
 
 @needs_trace
 def test_the_oracle_names_its_three_rates_and_its_digest_knows_no_file() -> None:
-    whole = oracle(stream_of(open_trace(CONVERSATION), limit=300), at=[512])
+    whole = oracle(stream_of(open_trace(CONVERSATION), limit=300, block_tokens=16), pool_tokens=8192, host_tokens=8192)
+    assert whole["prompt_tokens"] == 135_840
     assert round(whole["max_hit_rate"]["blocks"], 4) == 0.0796
-    assert whole["at"][0]["lru"].keys() == {"blocks", "tokens", "requests"}
-    assert round(whole["at"][0]["lru"]["blocks"], 4) == 0.0352
-    assert whole["digest"] == stream_of(open_trace(CONVERSATION), limit=300).digest
+    assert whole["at"][0]["hit_rate"]["lru"].keys() == {"blocks", "tokens", "requests"}
+    assert round(whole["at"][0]["hit_rate"]["lru"]["blocks"], 4) == 0.0352
+    assert [each["policy"] for each in whole["two_tiers"]] == ["inclusive lru", "exclusive lru"]
+    assert whole["digest"].split()[0] == stream_of(open_trace(CONVERSATION), limit=300).digest

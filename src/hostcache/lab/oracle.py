@@ -12,8 +12,8 @@ computes each distinct block at least once, so at most references − distinct b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -175,30 +175,29 @@ def capacities(curve: Curve, distinct: int, points: int = 48) -> list[int]:
     return sorted({0, 1, *np.unique(np.geomspace(1, most, points).round().astype(int)).tolist()})
 
 
-def oracle(stream: Stream, *, at: Iterable[int] = (), touch: Touch = "sequential",
-           progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Everything, ready for JSON. `at`: more capacities in blocks to name."""
+def oracle(stream: Stream, *, pool_tokens: int | None = None, host_tokens: int | None = None,
+           touch: Touch = "sequential", progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Everything, ready for JSON. `pool_tokens`, `host_tokens`: a device pool and a host tier behind it to look at."""
     progress("LRU at every capacity")
     lru = lru_curve(stream, touch)
     progress("the optimum at every capacity")
-    best = opt_curve(stream)
-    progress("the optimum without bypass")
-    demand = opt_curve(stream, bypass=False)
-    asked = sorted({*at})
-    points = sorted({*capacities(lru, stream.distinct), *asked})
-    curves = [lru, best, demand]
+    curves = [lru, opt_curve(stream), opt_curve(stream, bypass=False)]
+    pool = None if pool_tokens is None else pool_tokens // stream.block_tokens
+    host = None if host_tokens is None else host_tokens // stream.block_tokens
+    marked = {"device pool": pool, "device pool and host": None if pool is None or host is None else pool + host}
+    at = {name: blocks for name, blocks in marked.items() if blocks is not None}
+    points = sorted({*capacities(lru, stream.distinct), *at.values()})
     return {
         "digest": stream.digest, "requests": stream.requests, "references": stream.references,
         "distinct": stream.distinct, "block_tokens": stream.block_tokens, "touch": touch,
         "prompt_tokens": int(stream.input_tokens.sum()),
-        "max_hit_rate": _rates(maximum(stream)), "cold_miss_floor": cold_miss_floor(stream),
+        "max_hit_rate": asdict(maximum(stream)), "cold_miss_floor": cold_miss_floor(stream),
         "curves": [{"policy": curve.policy, "capacity_blocks": points,
                     "hit_rate": [curve.hits(each) / stream.references for each in points],
                     "reaches": {f"{share:g}": curve.least(share) for share in SHARES}} for curve in curves],
-        "at": [{"capacity_blocks": each, "capacity_tokens": each * stream.block_tokens,
-                **{curve.policy: _rates(rates_at(stream, curve, each)) for curve in curves}} for each in asked],
+        "at": [{"name": name, "capacity_blocks": blocks, "capacity_tokens": blocks * stream.block_tokens,
+                "hit_rate": {curve.policy: asdict(rates_at(stream, curve, blocks)) for curve in curves}}
+               for name, blocks in at.items()],
+        "two_tiers": [] if pool is None or host is None else [
+            {**asdict(each), "hit_rate": each.hits / stream.references} for each in two_tiers(lru, pool, host)],
     }
-
-
-def _rates(each: Rates) -> dict[str, float]:
-    return {"blocks": each.blocks, "tokens": each.tokens, "requests": each.requests}

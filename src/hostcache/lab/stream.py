@@ -81,8 +81,11 @@ class Stream:
         return _stream(names, starts, self.input_tokens, block_tokens, "floor", f"{self.digest} in {block_tokens}")
 
 
-def stream_of(trace: Trace, *, limit: int | None = None) -> Stream:
-    """The trace's first `limit` requests, or all. Raises TraceRefused, ConfigError for a trace without block ids."""
+def stream_of(trace: Trace, *, limit: int | None = None, block_tokens: int | None = None) -> Stream:
+    """The trace's first `limit` requests, or all. `block_tokens`: take its blocks for full ones of that size instead.
+
+    Raises TraceRefused, ConfigError for a trace without block ids.
+    """
     blocks: list[npt.NDArray[np.uint64]] = []
     inputs: list[int] = []
     seal = Seal(trace.format.block_tokens)
@@ -96,8 +99,12 @@ def stream_of(trace: Trace, *, limit: int | None = None) -> Stream:
     if not any(len(each) for each in blocks):
         raise ConfigError(f"{trace.path.name} names no blocks; what is shared cannot be known from it")
     starts = np.concatenate(([0], np.cumsum([len(each) for each in blocks]))).astype(np.int64)
-    return _stream(np.concatenate(blocks), starts, np.array(inputs, dtype=np.int64), trace.format.block_tokens,
-                   trace.format.rounding, seal.hexdigest())
+    names, digest = np.concatenate(blocks), seal.hexdigest()
+    if block_tokens is not None:
+        return _stream(names, starts, np.diff(starts) * block_tokens, block_tokens, "ceil",
+                       f"{digest} in full blocks of {block_tokens}")
+    return _stream(names, starts, np.array(inputs, dtype=np.int64), trace.format.block_tokens, trace.format.rounding,
+                   digest)
 
 
 def _stream(names: npt.NDArray[Any], starts: Starts, input_tokens: npt.NDArray[np.int64], block_tokens: int,
