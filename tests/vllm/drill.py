@@ -30,9 +30,26 @@ class DrillConnector(HostCacheConnector):
 class NoMemoryConnector(HostCacheConnector):
     """Its rank gets no host memory, which the scheduler does not know when it starts."""
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.worker = WorkerSide(copier=None, clock=self.clock, copy_budget_s=1.0, restore_budget_s=1.0,
-                                 off="the machine has none left")
+    def make_worker(self, kv_caches: dict[str, Any]) -> WorkerSide:
+        return WorkerSide(copier=None, clock=self.clock, copy_budget_s=1.0, off="the machine has none left")
+
+
+class Mistaken:
+    """What a side works with, but that one of its calls raises, once."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self._inner = inner
+        self._name: str | None = name
+
+    @property
+    def sprung(self) -> bool:
+        return self._name is None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            self._name = None
+            raise RuntimeError("nobody thought of this")
+        return getattr(self._inner, name)
 
 
 class SecondRankFailsOnce(HostCacheConnector):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -57,6 +57,31 @@ class Server:
         said = reply.json()
         details = said["usage"].get("prompt_tokens_details") or {}
         return Answer(tokens=tuple(said["choices"][0]["token_ids"]), cached=details.get("cached_tokens") or 0)
+
+    def leave(self, prompt: Sequence[int], *, after: int, **more: Any) -> int:
+        """A client that closes its connection after so many events of the stream, 0: while it waits for the first one.
+        The events it saw."""
+        seen = 0
+        body = self.body(prompt, stream=True, **more)
+        waiting = httpx.Timeout(120.0, read=120.0 if after else 0.02)
+        with contextlib.suppress(httpx.ReadTimeout), httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=body, timeout=waiting) as reply:
+            for line in reply.iter_lines():
+                seen += line.startswith("data: {")
+                if seen >= after:
+                    break
+        return seen
+
+    def until(self, reached: Callable[[dict[str, float]], bool], what: str) -> dict[str, float]:
+        """The metrics at that time, however long the machine takes. They change with the engine's steps: a token is
+        asked for each time."""
+        clock, pause = WallClock(), threading.Event()
+        give_up_s = clock.now() + START_S
+        while not reached(now := self.metrics()):
+            assert clock.now() < give_up_s, f"not within {START_S} s: {what}; {now}"
+            pause.wait(0.1)
+            self.ask(prompt("tick", 1))
+        return now
 
     def evict(self, name: str, **more: Any) -> None:
         """Four prompts of ten blocks, nearly twice the pool."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from tests.vllm import drill
-from tests.vllm.engine import POOL, PROMPTS, SETTINGS, Engine, cold_answers
+from tests.vllm.drill import Mistaken
+from tests.vllm.engine import POOL, PROMPTS, SETTINGS, Engine, cold_answers, prompt
 
 from hostcache.copiers import Hold
 from hostcache.tier import Direction
@@ -39,7 +40,7 @@ def start(tiny_llama: Path, cold: list[list[int]]) -> Iterator[Start]:
     for engine in made:
         try:
             if engine.side is not None:
-                engine.at_rest()
+                engine.at_rest(mistaken=(engine.side.off_reason or "").startswith("a bug"))
         finally:
             engine.close()
 
@@ -66,6 +67,46 @@ def test_a_dead_copy_thread_turns_the_tier_off_and_every_request_is_answered(
     drill.PLAN[:] = [(Direction.RESTORE, SystemExit())]
     assert engine.answers(PROMPTS) == cold
     assert "a copy worker died" in (engine.side.off_reason or "")
+
+
+def test_a_mistake_when_a_load_is_promised_ends_the_tier_and_no_request(start: Start, cold: list[list[int]]) -> None:
+    """vLLM waits for such a load without a limit: it must hear that it failed."""
+    engine = start()
+    engine.press()
+    engine.side.accounting = mistake = Mistaken(engine.side.accounting, "open")
+    assert engine.answers(PROMPTS) == cold
+    assert mistake.sprung
+    assert engine.side is None
+    assert engine.wall.why_off == "a bug: RuntimeError: nobody thought of this; please report it"
+    assert engine.answers(PROMPTS) == cold
+    engine.at_rest(mistaken=True)
+    assert engine.metric("vllm:kv_cache_usage_perc") == 0
+    assert engine.shown("hostcache_live_pins") == engine.shown("hostcache_quota_bytes") == 0
+
+
+def test_a_mistake_while_a_load_runs_ends_the_tier_and_no_request(start: Start, cold: list[list[int]]) -> None:
+    """In the worker, which alone can tell vLLM that a load is over."""
+    engine = start(**DRILL)
+    engine.press()
+    hold = Hold()
+    drill.PLAN[:] = [(Direction.RESTORE, hold)]
+    engine.worker.side.copier = mistake = Mistaken(engine.worker.side.copier, "poll")
+    assert engine.answers(PROMPTS) == cold
+    assert mistake.sprung
+    assert engine.side.off_reason == "a bug: RuntimeError: nobody thought of this; please report it"
+    hold.release()
+    assert engine.answers(PROMPTS) == cold
+    engine.at_rest(mistaken=True)
+
+
+def test_two_hundred_prompts_through_a_pool_of_forty_blocks_leave_nothing_behind(start: Start) -> None:
+    engine = start(blocks=40)
+    asked = [prompt(1000 + seed, 100 + seed) for seed in range(200)]
+    assert len(engine.ask(asked, 4)) == 200
+    assert engine.side.counters.evicted_pages > 1000
+    engine.at_rest()
+    assert engine.metric("vllm:kv_cache_usage_perc") == 0
+    assert engine.shown("hostcache_live_pins") == engine.shown("hostcache_live_reservations") == 0
 
 
 def test_memory_refused_at_the_start_leaves_an_engine_without_the_tier(start: Start, cold: list[list[int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -81,14 +82,56 @@ def test_200_requests_on_4_slots_are_answered_or_told_when_to_come_back(server: 
             assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
+def nothing_held(now: dict[str, float]) -> bool:
+    return (now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == now["vllm:kv_cache_usage_perc"] == 0
+            and now["hostcache_live_pins"] == now["hostcache_live_reservations"] == 0
+            and now["hostcache_pins_taken_total"] == now["hostcache_pins_released_total"] > 0)
+
+
 def test_after_the_burst_nothing_is_held(server: Server) -> None:
     wanted = prompt("after", 3)
     assert server.ask(wanted).tokens == server.ask(wanted).tokens
-    now = server.metrics()
-    assert now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == 0
-    assert now["vllm:kv_cache_usage_perc"] == 0
-    assert now["hostcache_pins_taken_total"] == now["hostcache_pins_released_total"] > 0
+    server.until(nothing_held, "nothing is held")
     assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+
+
+def test_clients_that_leave_in_mid_answer_or_while_they_wait_hold_nothing(server: Server) -> None:
+    wanted = [prompt(f"leaves {number}", 10) for number in range(6)]
+    cold = [server.ask(each) for each in wanted]
+    before = server.metrics()["vllm:generation_tokens_total"]
+    assert server.leave(prompt("leaves soon", 1), after=3, max_tokens=440) == 3
+    now = server.until(nothing_held, "nothing is held")
+    assert now["vllm:generation_tokens_total"] - before < 440, "the answer was made to its end for nobody"
+    server.evict("while they are away")
+    for each in wanted:  # their blocks are on the host: they wait for a copy, or for others
+        server.leave(each, after=0, max_tokens=150)
+    server.until(nothing_held, "nothing is held")
+    assert [server.ask(each).tokens for each in wanted] == [each.tokens for each in cold]
+
+
+def test_a_request_may_ask_where_its_tokens_came_from_and_refuse_the_tier(server: Server) -> None:
+    wanted = prompt("reported", 10)
+    server.ask(wanted)
+    server.evict("before the report")
+
+    def report(wishes: dict[str, object]) -> dict[str, Any]:
+        body = server.body(wanted, kv_transfer_params={"hostcache": wishes})
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        assert reply.status_code == 200
+        told: dict[str, Any] = reply.json()["kv_transfer_params"]["hostcache"]
+        return told
+
+    refused = report({"load": False, "colour": "red"})
+    assert (refused["host"], refused["recomputed"]["opted_out"]) == (0, 10 * BLOCK)
+    assert list(refused["refused"]) == ["colour"]
+    server.evict("after the report")
+    assert report({})["host"] == 10 * BLOCK
+
+
+def test_the_own_time_of_the_steps_is_shown(server: Server) -> None:
+    now = server.until(lambda now: now.get("hostcache_step_interval_seconds{quantile=0.5}", 0) > 0, "steps were timed")
+    assert 0 < now["hostcache_step_seconds{quantile=0.5}"] <= now["hostcache_step_seconds{quantile=0.99}"] < 1
+    assert now["hostcache_running_requests_peak"] >= SLOTS - 1
 
 
 def test_a_term_signal_ends_it_in_order(server: Server) -> None:

@@ -21,6 +21,8 @@ from hostcache.tier import CopyJob, Direction, Identity, Mode, PageKey, TierConf
 from hostcache.tier.table import RESIDENT
 from hostcache.vllm_plugin.keys import page_key
 from hostcache.vllm_plugin.scheduler_side import SchedulerSide
+from hostcache.vllm_plugin.stats import merged
+from hostcache.vllm_plugin.wall import SchedulerWall, WorkerWall
 from hostcache.vllm_plugin.worker_side import WorkerSide
 
 BLOCK = 4
@@ -126,6 +128,7 @@ class Request:
     tokens: list[int]
     output: int
     salt: bytes = b""
+    kv_transfer_params: Any = None
     num_computed_tokens: int = 0
     num_output_placeholders: int = 0
     skip_reading_prefix_cache: bool = False
@@ -137,6 +140,7 @@ class Request:
     prompt: int = 0
     lookups: int = 0
     cached: int | None = None
+    told: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
@@ -202,33 +206,40 @@ def _pairs(job: CopyJob) -> list[tuple[int, int]]:
 
 
 class MiniVllm:
-    """`faults`: one for each rank's copier. `page_s`: what copying a block takes."""
+    """`faults`: one for each rank's copier. `page_s`: what copying a block takes. `scheduler`, `worker`, `copier`:
+    what is to be tried in place of the usual ones."""
 
     def __init__(self, *, blocks: int = 24, host_pages: int = 64, chunk: int = 16, seqs: int = 4,
                  mode: Mode = Mode.ON_PRESSURE, ranks: int = 1, faults: Sequence[Fault | None] = (),
                  page_s: float = 0.001, copy_budget_s: float = 1.0, restore_budget_s: float = 1.0,
-                 max_job_pages: int = 256, keep_on_reset: bool = False) -> None:
-        self.clock = VirtualClock()
+                 max_job_pages: int = 256, keep_on_reset: bool = False, clock: VirtualClock | None = None,
+                 scheduler: type[SchedulerSide] = SchedulerSide, worker: type[WorkerSide] = WorkerSide,
+                 copier: type[VirtualCopier] = VirtualCopier) -> None:
+        self.clock = clock or VirtualClock()
         self.chunk, self.seqs, self.ranks = chunk, seqs, ranks
         self.pool = Pool(blocks)
         config = TierConfig(
             host_cache_bytes=host_pages, page_bytes=1, page_tokens=BLOCK, mode=mode, copy_budget_s=copy_budget_s,
             restore_budget_s=restore_budget_s, max_job_pages=max_job_pages, quarantine_limit=1.0)
         self.said: list[str] = []
-        self.side = SchedulerSide(config=config, identity=IDENTITY, ranks=ranks, step_tokens=chunk, clock=self.clock,
-                                  say=self.said.append, keep_on_reset=keep_on_reset, events=True)
+        self.side = scheduler(config=config, identity=IDENTITY, ranks=ranks, step_tokens=chunk, clock=self.clock,
+                              say=self.said.append, keep_on_reset=keep_on_reset, events=True)
+        self.wall = SchedulerWall(self.side, clock=self.clock, say=self.said.append)
         self.told: set[bytes] = set()
-        self.side.bind(self.pool)
+        self.shown: dict[str, float] = {}
+        """what /metrics would show"""
+        self.wall.bind(self.pool)
         self.memories = [Memory(rank, blocks, config.frames) for rank in range(ranks)]
         speed = CopySpeed(store_bytes_per_s=1 / page_s, restore_bytes_per_s=1 / page_s)
         self.copiers = [
-            VirtualCopier(self.clock, device_pages=blocks, frames=max(1, config.frames), page_bytes=1, speed=speed,
-                          rng=Random(rank), mover=self.memories[rank], fault=fault)
+            copier(self.clock, device_pages=blocks, frames=max(1, config.frames), page_bytes=1, speed=speed,
+                   rng=Random(rank), mover=self.memories[rank], fault=fault)
             for rank, fault in zip(range(ranks), [*faults, *[None] * ranks], strict=False)
         ]
         self.workers = [
-            WorkerSide(copier=copier, clock=self.clock, copy_budget_s=copy_budget_s, restore_budget_s=restore_budget_s)
-            for copier in self.copiers
+            WorkerWall(worker(copier=each, clock=self.clock, copy_budget_s=copy_budget_s), clock=self.clock,
+                       say=self.said.append)
+            for each in self.copiers
         ]
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -244,9 +255,10 @@ class MiniVllm:
 
     # ---- what a client does
 
-    def add(self, tokens: Sequence[int], output: int = 3, *, salt: bytes = b"") -> Request:
+    def add(self, tokens: Sequence[int], output: int = 3, *, salt: bytes = b"", wishes: Any = None) -> Request:
         self._ids += 1
-        request = Request(str(self._ids), list(tokens), output, salt)
+        params = None if wishes is None else {"hostcache": wishes}
+        request = Request(str(self._ids), list(tokens), output, salt, params)
         assert len(tokens) + output <= BLOCK * (len(self.pool.blocks) - 1)
         self.requests[request.request_id] = request
         self.waiting.append(request)
@@ -260,7 +272,7 @@ class MiniVllm:
     def run(self, steps: int = 2000) -> None:
         """Until nothing is left to do."""
         for _ in range(steps):
-            if not (self.waiting or self.running or self.side.busy or self.side_waits):
+            if not (self.waiting or self.running or self.wall.busy or self.side_waits):
                 return
             self.step()
         raise Stuck(f"waiting {[r.request_id for r in self.waiting]}, running {[r.request_id for r in self.running]}")
@@ -269,19 +281,25 @@ class MiniVllm:
     def side_waits(self) -> bool:
         return any(r.status.name == "FINISHED_ABORTED" and r.blocks for r in self.requests.values())
 
-    def ask(self, tokens: Sequence[int], output: int = 3, *, salt: bytes = b"") -> Request:
-        request = self.add(tokens, output, salt=salt)
+    def ask(self, tokens: Sequence[int], output: int = 3, *, salt: bytes = b"", wishes: Any = None) -> Request:
+        request = self.add(tokens, output, salt=salt, wishes=wishes)
         self.run()
         return request
 
     def at_rest(self) -> None:
         assert not self.requests
         assert len(self.pool.queue) == len(self.pool.blocks) - 1
-        assert self.side.pins == 0
+        assert self.wall.held == 0
+        self.listen()
+        if self.wall.side is None:
+            assert not self.told
+            return
         self.side.check()
+        if self.side.off_reason is not None:
+            assert not self.told
+            return
         known, there = self.on_device()
         assert known <= there
-        self.listen()
         table = self.side.tier._table
         live = table.live()
         held = table.keys_of(live[(table.state[live] == RESIDENT) & ~table.dead[live]])
@@ -302,7 +320,7 @@ class MiniVllm:
         self._schedule_running(scheduled, preempted)
         if not preempted:
             self._schedule_waiting(scheduled)
-        orders = self.side.build(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted))
+        orders = self.wall.build(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted))
         orders = pickle.loads(pickle.dumps(orders))
         evicted, self.pool.evicted = self.pool.evicted, []
         another = self.pool.cached_block_hash_to_block.get_one_block
@@ -311,7 +329,7 @@ class MiniVllm:
             worker.before_forward(orders)
             for request_id, count in scheduled.items():
                 memory.compute(self.requests[request_id], count)
-            worker.after_forward(orders.loads)
+            worker.after_forward(orders)
         self.clock.advance(STEP_S)
         for request_id, count in scheduled.items():
             self.requests[request_id].num_computed_tokens += count
@@ -331,7 +349,7 @@ class MiniVllm:
 
     def listen(self) -> None:
         """Apply what the plugin tells of its contents, as a reader of vLLM's events would."""
-        for restorable, block_hash in self.side.take_events():
+        for restorable, block_hash in self.wall.take_events():
             (self.told.add if restorable else self.told.discard)(block_hash)
 
     def _update(self, computed: dict[str, int], finished: set[str], reports: list[Any]) -> None:
@@ -349,7 +367,9 @@ class MiniVllm:
             if len(request.answer) == request.output:
                 self.running.remove(request)
                 self._end(request, "FINISHED_LENGTH_CAPPED")
-        self.side.heard(reports)
+        self.wall.heard(reports)
+        self.shown = merged(self.shown, self.wall.take_statistics())
+        self.listen()
         for request_id in finished:
             request = self.requests[request_id]
             if request.status.name == "LOADING":
@@ -380,7 +400,7 @@ class MiniVllm:
 
     def _schedule_waiting(self, scheduled: dict[str, int]) -> None:
         budget = self.chunk - sum(scheduled.values())
-        for request in list(self.waiting):
+        for request in sorted(self.waiting, key=lambda each: not each.blocks):  # who holds blocks comes first
             if not budget or len(self.running) >= self.seqs:
                 return
             if request.status.name == "LOADING":
@@ -391,7 +411,7 @@ class MiniVllm:
                 self._free(request)
                 local = self._local(request)
                 request.lookups += 1
-                external = self.side.match(request, len(local) * BLOCK)
+                external = self.wall.match(request, len(local) * BLOCK)
                 if external is None:
                     continue
                 if external and request.skip_reading_prefix_cache:
@@ -404,7 +424,7 @@ class MiniVllm:
                 self.pool.touch(local)
                 request.blocks = [*local, *self.pool.take(need)]
                 request.num_computed_tokens = start
-                self.side.allocated(request, [block.block_id for block in request.blocks], external)
+                self.wall.allocated(request, [block.block_id for block in request.blocks], external)
                 request.cached = start if request.cached is None else request.cached
                 if external:
                     request.status.name = "LOADING"
@@ -414,7 +434,7 @@ class MiniVllm:
                 count = min(budget, request.num_tokens - request.num_computed_tokens)
                 if not self._allocate(request, count):
                     return
-                self.side.allocated(request, [block.block_id for block in request.blocks], 0)
+                self.wall.allocated(request, [block.block_id for block in request.blocks], 0)
             self.waiting.remove(request)
             self.running.append(request)
             request.status.name = "RUNNING"
@@ -456,7 +476,7 @@ class MiniVllm:
     def _end(self, request: Request, status: str, *, keep_blocks: bool = False) -> None:
         request.status.name = status
         self.ready.discard(request.request_id)
-        self.side.finished(request, aborted=status == "FINISHED_ABORTED")
+        request.told = self.wall.finished(request, aborted=status == "FINISHED_ABORTED")
         self.done[request.request_id] = request
         if not keep_blocks:
             self._free(request)

@@ -117,6 +117,23 @@ def test_a_restore_is_dearer_only_when_both_speeds_are_known_and_it_would_take_l
     assert rates.dearer(tokens=1000, copied_bytes=1 << 19, bytes_ahead=1 << 20)
 
 
+def test_a_restore_is_waited_for_no_longer_than_computing_takes_nor_than_four_times_its_copy() -> None:
+    """Twenty thousand tokens of a 70B model: 6 GiB, which no default of 0.5 s would let pass at 4 GiB/s."""
+    what = {"tokens": 20_000, "copied_bytes": 6 << 30, "bytes_ahead": 0}
+    rates = Rates()
+    assert rates.patience_s(least_s=0.5, **what) == 0.5
+    rates.saw_prefill(2000, 1.0)
+    assert rates.patience_s(least_s=0.5, **what) == 10.0
+    rates.saw_restore(4 << 30, 1.0)
+    assert rates.patience_s(least_s=0.5, **what) == 6.0
+    assert rates.patience_s(least_s=0.5, **{**what, "bytes_ahead": 2 << 30}) == 8.0
+    assert rates.patience_s(least_s=0.5, **{**what, "bytes_ahead": 60 << 30}) == 10.0
+    assert rates.patience_s(least_s=0.5, tokens=200, copied_bytes=6 << 20, bytes_ahead=0) == 0.5
+    only_copies = Rates()
+    only_copies.saw_restore(4 << 30, 1.0)
+    assert only_copies.patience_s(least_s=0.5, **what) == 6.0
+
+
 def test_changes_add_up_to_what_the_tier_says_and_gauges_are_as_they_are() -> None:
     mini, changes = MiniVllm(), stats.Changes()
     total: dict[str, float] = {}

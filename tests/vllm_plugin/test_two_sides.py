@@ -7,9 +7,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.vllm_plugin.mini import BLOCK, ForeignBytes, MiniVllm, Request, cold
+from tests.vllm_plugin.mistakes import OF_THE_SCHEDULER, OF_THE_WORKER, Trap, mistaken
 
 from hostcache.copiers import Delay, Fail, FaultAction, Hold, Wedge, fault_at
 from hostcache.tier import CopyJob, Direction, Mode, Reason
+from hostcache.vllm_plugin.scheduler_side import SchedulerSide
+from hostcache.vllm_plugin.wall import WorkerWall
+from hostcache.vllm_plugin.worker_side import WorkerSide
 
 
 def talk(name: int, pages: int) -> list[int]:
@@ -111,6 +115,73 @@ def test_blocks_of_a_load_that_is_late_stay_out_of_the_pool_until_it_can_write_n
     mini.at_rest()
 
 
+def test_a_restore_that_takes_longer_than_the_budget_but_less_than_computing_is_waited_for() -> None:
+    mini = MiniVllm(page_s=0.02, restore_budget_s=0.05)
+    fill(mini, range(6))
+    fill(mini, range(6))
+    before = mini.side.tier.stats().counters
+    assert (before.restores, before.restore_timeouts) == (0, 6), "neither speed is known: the setting holds"
+    mini.side.rates.saw_prefill(100, 10.0)
+    assert mini.ask(talk(0, 8)).answer == cold(talk(0, 8))
+    now = mini.side.tier.stats().counters
+    assert (now.restores, now.restore_timeouts) == (1, 6)
+
+
+def test_a_stuck_restore_is_given_up_by_then_all_the_same() -> None:
+    hold = Hold()
+    mini = MiniVllm(restore_budget_s=0.05, faults=[fault_at(0, hold, direction=Direction.RESTORE)])
+    fill(mini, range(6))
+    mini.side.rates.saw_prefill(100, 10.0)
+    begun_s = mini.clock.now()
+    request = mini.ask(talk(0, 8))
+    assert request.answer == cold(talk(0, 8))
+    computing_s = 8 * BLOCK * 0.1
+    assert computing_s < mini.clock.now() - begun_s < computing_s + 0.5
+    hold.release()
+    mini.step()
+    mini.step()
+    mini.at_rest()
+
+
+def test_what_is_on_the_device_waits_for_no_copy() -> None:
+    mini = MiniVllm(blocks=40, page_s=0.05, restore_budget_s=10.0)
+    fill(mini, range(10))
+    loads = mini.add(talk(0, 8))
+    mini.step()
+    assert loads.status.name == "LOADING"
+    here = mini.add(talk(9, 8))
+    while here.request_id in mini.requests:
+        mini.step()
+    assert (here.lookups, here.cached, loads.status.name) == (1, 8 * BLOCK, "LOADING")
+    mini.run()
+
+
+def test_who_waits_for_the_load_of_another_waits_for_that_one_only() -> None:
+    mini = MiniVllm(blocks=40, page_s=0.05, restore_budget_s=10.0)
+    fill(mini, range(10))
+    first, second = mini.add(talk(0, 8)), mini.add([*talk(0, 8), 3])
+    while first.status.name != "LOADING" or first.request_id not in mini.ready:
+        mini.step()
+    mini.step()
+    mini.step()
+    assert second.cached == 8 * BLOCK
+    mini.run()
+    assert mini.side.tier.stats().counters.restores == 1
+
+
+def test_a_hundred_turnovers_of_a_small_tier_lose_no_pin_and_no_page() -> None:
+    mini = MiniVllm(blocks=10, host_pages=6, chunk=20, mode=Mode.ON_EVICT)
+    for turn in range(1200):
+        name = turn * 7 % 5
+        assert mini.ask(talk(name, 2), 1).answer == cold(talk(name, 2), 1)
+        if turn % 100 == 0:
+            mini.at_rest()
+    counters = mini.side.tier.stats().counters
+    assert counters.store_pages > 100 * 6
+    assert counters.restores > 100
+    mini.at_rest()
+
+
 def test_loads_behind_a_wedged_one_are_given_up_without_having_started() -> None:
     wedge = Wedge()
     mini = MiniVllm(blocks=40, faults=[fault_at(0, wedge, direction=Direction.RESTORE)], restore_budget_s=0.1)
@@ -126,10 +197,9 @@ def test_loads_behind_a_wedged_one_are_given_up_without_having_started() -> None
 
 
 def test_a_rank_without_memory_turns_the_tier_off_and_every_request_is_answered() -> None:
-    from hostcache.vllm_plugin.worker_side import WorkerSide
-
     mini = MiniVllm()
-    mini.workers = [WorkerSide(copier=None, clock=mini.clock, copy_budget_s=1.0, restore_budget_s=1.0, off="no memory")]
+    side = WorkerSide(copier=None, clock=mini.clock, copy_budget_s=1.0, off="no memory")
+    mini.workers = [WorkerWall(side, clock=mini.clock, say=mini.said.append)]
     fill(mini, range(6))
     assert mini.side.off_reason == "no memory"
     assert mini.said == ["hostcache: the tier is off: no memory"]
@@ -208,9 +278,9 @@ def test_a_reset_of_the_connector_is_refused_while_a_request_waits_for_a_copy() 
     fill(mini, range(6))
     mini.add(talk(0, 8))
     mini.step()
-    assert not mini.side.reset()
+    assert not mini.wall.reset()
     mini.run()
-    assert mini.side.reset()
+    assert mini.wall.reset()
     fill(mini, range(1, 6))
     assert mini.side.tier.stats().resident_pages > 0
     mini.at_rest()
@@ -239,7 +309,8 @@ def test_foreign_bytes_would_be_noticed() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Requests, aborts, resets and faults in any order: every byte read is right, every answer cold, nothing stays."""
+    """Requests, aborts, resets, faults and mistakes of ours in any order: every byte read is right, every answer cold,
+    nothing stays."""
 
     @initialize(blocks=st.integers(14, 30), host=st.integers(1, 60), chunk=st.integers(3, 20), seqs=st.integers(1, 5),
                 mode=st.sampled_from([Mode.ON_PRESSURE, Mode.ON_EVICT, Mode.ON_RETAIN]), ranks=st.integers(1, 2),
@@ -249,9 +320,12 @@ class AnyOrder(RuleBasedStateMachine):
               budget: float, job: int, keep: bool) -> None:
         self.planned: list[FaultAction] = []
         self.stuck: list[Hold | Wedge] = []
+        self.trap = Trap()
         self.mini = MiniVllm(blocks=blocks, host_pages=host, chunk=chunk, seqs=seqs, mode=mode, ranks=ranks,
                              faults=[self.fault] * ranks, page_s=page_s, copy_budget_s=budget, restore_budget_s=budget,
-                             max_job_pages=job, keep_on_reset=keep)
+                             max_job_pages=job, keep_on_reset=keep,
+                             scheduler=mistaken(SchedulerSide, self.trap, OF_THE_SCHEDULER),
+                             worker=mistaken(WorkerSide, self.trap, OF_THE_WORKER))
         self.talks: list[list[int]] = [[1]]
         self.asked: list[tuple[Request, list[int], int]] = []
 
@@ -268,7 +342,7 @@ class AnyOrder(RuleBasedStateMachine):
     def ask(self, at: int, cut: int, more: int, word: int, output: int) -> None:
         before = self.talks[at % len(self.talks)]
         tokens = [*(before[: len(before) - cut] if cut < len(before) else before)[:30], *[word] * more]
-        free = len(self.mini.pool.blocks) - 1 - sum(map(len, self.mini.side._late.values()))
+        free = len(self.mini.pool.blocks) - 1 - self.mini.wall.late_blocks
         if -(-(len(tokens) + output) // BLOCK) > free:
             return
         self.asked.append((self.mini.add(tokens, output), tokens, output))
@@ -293,6 +367,13 @@ class AnyOrder(RuleBasedStateMachine):
                                             "hold": Hold(), "wedge": Wedge()}
             self.planned.append(made[kind])
 
+    @precondition(lambda self: self.trap.name is None)
+    @rule(name=st.sampled_from([*OF_THE_SCHEDULER, *OF_THE_WORKER]), passes=st.integers(0, 9), late=st.booleans(),
+          now=st.integers(0, 9))
+    def make_a_mistake(self, name: str, passes: int, late: bool, now: int) -> None:
+        if not now:
+            self.trap.set(name, passes=passes, done_first=late)
+
     @precondition(lambda self: self.stuck)
     @rule()
     def release(self) -> None:
@@ -301,17 +382,18 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(whole=st.booleans())
     def reset(self, whole: bool) -> None:
         if self.mini.pool.reset_prefix_cache() and whole:
-            self.mini.side.reset()
+            self.mini.wall.reset()
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "mini"):
+        if hasattr(self, "mini") and self.mini.wall.side is not None:
             self.mini.side.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "mini"):
             return
         self.planned.clear()
+        self.trap.name = None
         for stuck in self.stuck:
             stuck.release()
         for _ in range(3):
@@ -324,9 +406,10 @@ class AnyOrder(RuleBasedStateMachine):
             if request.status.name == "FINISHED_LENGTH_CAPPED":
                 assert request.answer == cold(tokens, output)
         self.mini.at_rest()
-        counters = self.mini.side.counters
-        assert counters.evicted_pages == counters.saved_pages + counters.lost_pages
-        assert self.mini.side.accounting.open_accounts == 0
+        if self.mini.wall.side is not None:
+            counters = self.mini.side.counters
+            assert counters.evicted_pages == counters.saved_pages + counters.lost_pages
+            assert self.mini.side.accounting.open_accounts == 0
 
 
 AnyOrder.TestCase.settings = settings(

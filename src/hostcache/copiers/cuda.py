@@ -275,7 +275,7 @@ class CudaCopier:
         if self._helper is not None:
             self._to_helper.put(None)  # it has nothing left to do: every task it had is over
             self._helper.join()
-        with contextlib.suppress(CudaError), self._runtime.active():
+        with self._pin_lock, contextlib.suppress(CudaError), self._runtime.active():
             for address in self._pinned_at:
                 with contextlib.suppress(CudaError):
                     self._runtime.unpin(address)

@@ -11,13 +11,15 @@ from typing import Any
 
 from hostcache.clock import Clock
 from hostcache.copiers import Fault, Slabs, ThreadCopier, check_quota, memory_limit
+from hostcache.copiers.cuda import CudaCopier
+from hostcache.copiers.cuda_runtime import CudaRuntime
 from hostcache.errors import ConfigError, HostCacheError
 from hostcache.sizes import format_size
 from hostcache.tier import Copier, TierConfig
 from hostcache.vllm_plugin.config import PluginConfig
 from hostcache.vllm_plugin.keys import identity_of
 from hostcache.vllm_plugin.layout import Blocks, blocks_of, evenly_spaced
-from hostcache.vllm_plugin.prefault import start_prefault
+from hostcache.vllm_plugin.prefault import start_pinning, start_prefault
 from hostcache.vllm_plugin.scheduler_side import SchedulerSide
 from hostcache.vllm_plugin.worker_side import WorkerSide
 
@@ -58,14 +60,27 @@ def _events_wanted(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
+def this_device() -> CudaRuntime:
+    """The CUDA device on which this worker computes."""
+    import torch
+
+    from hostcache.copiers.cuda import torch_runtime
+
+    return torch_runtime(torch.cuda.current_device())
+
+
 def worker_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any], *,
-                clock: Clock, say: Callable[[str], None], fault: Fault | None = None) -> WorkerSide:
-    """Never raises for want of memory or for a layout it does not know: then this rank copies nothing, and says so."""
-    sizes = tier_config(config, vllm_config, kv_cache_config)
+                clock: Clock, say: Callable[[str], None], fault: Fault | None = None,
+                cuda: Callable[[], CudaRuntime] = this_device) -> WorkerSide:
+    """Never raises for want of memory or for a layout it does not know: then this rank copies nothing, and says so.
+
+    Memory is pinned, or touched, on a thread that starts with the first step, so that vLLM serves meanwhile.
+    """
     copier: Copier | None = None
     off: str | None = None
     prepare: Callable[[], object] | None = None
     try:
+        sizes = tier_config(config, vllm_config, kv_cache_config)
         blocks = blocks_of(kv_caches, int(kv_cache_config.num_blocks))
         expected = rank_block_bytes(kv_cache_config)
         if blocks.block_bytes != expected:
@@ -73,32 +88,20 @@ def worker_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any, kv
         check_quota(config.host_cache_bytes)  # of all ranks: they share the machine
         slabs = Slabs(sizes.frames * expected, expected)
         device = str(vllm_config.device_config.device_type)
+        # Not before every rank has looked whether there is memory for all: by its first step each has.
         if device == "cuda":
-            copier = _cuda_copier(blocks, slabs, clock)
+            copier = on_device = CudaCopier(cuda(), blocks.layout, blocks.count, slabs, clock=clock, owner=blocks.owner)
+            prepare = partial(start_pinning, on_device)
         else:
             copier = _thread_copier(blocks, slabs, clock, fault)
-            # Not before every rank has looked whether there is memory for all: by its first step each has.
             prepare = partial(start_prefault, slabs)
     except HostCacheError as refusal:
         off = str(refusal)
         say(f"hostcache: this rank runs without the tier: {off}")
-    return WorkerSide(copier=copier, clock=clock, copy_budget_s=sizes.copy_budget_s,
-                      restore_budget_s=sizes.restore_budget_s, off=off, prepare=prepare)
+    return WorkerSide(copier=copier, clock=clock, copy_budget_s=config.copy_budget_s, off=off, prepare=prepare)
 
 
 def _thread_copier(blocks: Blocks, slabs: Slabs, clock: Clock, fault: Fault | None) -> Copier:
     address, segments, distance = evenly_spaced(blocks.layout.segments)
     return ThreadCopier(address, blocks.count, blocks.block_bytes, slabs, clock=clock, owner=blocks.owner,
                         segments=segments, segment_stride_bytes=distance, fault=fault)
-
-
-def _cuda_copier(blocks: Blocks, slabs: Slabs, clock: Clock) -> Copier:
-    import torch
-
-    from hostcache.copiers.cuda import CudaCopier, torch_runtime
-
-    runtime = torch_runtime(torch.cuda.current_device())
-    copier = CudaCopier(runtime, blocks.layout, blocks.count, slabs, clock=clock, owner=blocks.owner)
-    while copier.pin_next():
-        pass
-    return copier

@@ -1,16 +1,17 @@
-"""HostCacheConnector, the class vLLM loads: hands each call of vLLM to the side that answers it. Decides nothing.
+"""HostCacheConnector, the class vLLM loads: hands each call of vLLM to the wall before the side that answers it.
 
 vLLM builds it once beside the scheduler and once in each worker; where /metrics is shown only class methods are used.
 With `_why_not` every call is answered as if there were no tier: nothing is found, nothing moves, the engine serves.
+Only a wrong setting ends the start of vLLM, and no exception of ours ends anything after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,15 +29,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hostcache.clock import Clock, WallClock
 from hostcache.copiers import Fault
-from hostcache.vllm_plugin import build, stats, support
+from hostcache.errors import HostCacheError
+from hostcache.vllm_plugin import build, stats, support, wall
 from hostcache.vllm_plugin.config import from_extra
-from hostcache.vllm_plugin.scheduler_side import SchedulerSide
+from hostcache.vllm_plugin.wall import SchedulerWall, WorkerWall
 from hostcache.vllm_plugin.wire import Orders, RankReport
+from hostcache.vllm_plugin.wishes import WHERE
 from hostcache.vllm_plugin.worker_side import WorkerSide
 
 _logger = init_logger("vllm.hostcache")
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass
@@ -68,30 +69,49 @@ class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config, self._cache_config = vllm_config, kv_cache_config
         self._settings = from_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._why_not = support.why_not(vllm_config, kv_cache_config, self._settings)
-        self.scheduler: SchedulerSide | None = None
-        self.worker: WorkerSide | None = None
-        self._changes = stats.Changes()
-        self._told_s = float("-inf")
+        self._why_not: str | None
+        try:
+            self._why_not = support.why_not(vllm_config, kv_cache_config, self._settings)
+        except Exception as mistake:
+            self._why_not = _alarming(mistake)
+        self.scheduler: SchedulerWall | None = None
+        self.worker: WorkerWall | None = None
         if role is not KVConnectorRole.SCHEDULER:
             return
         for line in support.repair(vllm_config):
             _logger.warning("hostcache: %s", line)
-        self._why_not = self._why_not or build.why_too_large(self._settings)
-        if self._why_not is None:
-            self.scheduler = build.scheduler_side(
-                self._settings, vllm_config, kv_cache_config, clock=self.clock, say=_logger.warning)
-            _logger.info("hostcache: the tier holds up to %d blocks, mode %s", self.scheduler.config.frames,
-                         self._settings.mode.value)
-        else:
+        try:
+            self._why_not = self._why_not or build.why_too_large(self._settings)
+            if self._why_not is None:
+                self._start_scheduler()
+        except HostCacheError as refusal:
+            self._why_not = str(refusal)
+        except Exception as mistake:
+            self._why_not = _alarming(mistake)
+        if self._why_not is not None:
             _logger.warning("hostcache: vLLM runs without the tier: %s", self._why_not)
+
+    def _start_scheduler(self) -> None:
+        side = build.scheduler_side(self._settings, self._vllm_config, self._cache_config, clock=self.clock,
+                                    say=_logger.warning)
+        self.scheduler = SchedulerWall(side, clock=self.clock, say=_logger.warning, alarm=_alarm)
+        _logger.info("hostcache: the tier holds up to %d blocks, mode %s", side.config.frames,
+                     self._settings.mode.value)
 
     # ---- in the worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._why_not is None:
-            self.worker = build.worker_side(self._settings, self._vllm_config, self._cache_config, kv_caches,
-                                            clock=self.clock, say=_logger.warning, fault=type(self).fault)
+            side = self.make_worker(kv_caches)
+            self.worker = WorkerWall(side, clock=self.clock, say=_logger.warning, alarm=_alarm)
+
+    def make_worker(self, kv_caches: dict[str, Any]) -> WorkerSide:
+        """The bytes of this rank. For drills: a subclass may make one that fails."""
+        try:
+            return build.worker_side(self._settings, self._vllm_config, self._cache_config, kv_caches,
+                                     clock=self.clock, say=_logger.warning, fault=type(self).fault)
+        except Exception as mistake:
+            return WorkerSide(copier=None, clock=self.clock, copy_budget_s=0.0, off=_alarming(mistake))
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
         if self.worker is not None:
@@ -99,7 +119,7 @@ class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker is not None:
-            self.worker.after_forward(self._get_connector_metadata().orders.loads)
+            self.worker.after_forward(self._get_connector_metadata().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Called for every layer of every step; loads are asynchronous."""
@@ -123,16 +143,18 @@ class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self.scheduler is None:
             return
-        if (reason := support.why_not_pool(gpu_block_pool)) is None:
+        try:
+            reason = support.why_not_pool(gpu_block_pool)
+        except Exception as mistake:
+            reason = _alarming(mistake)
+        if reason is None:
             self.scheduler.bind(gpu_block_pool)
         else:
             _logger.warning("hostcache: vLLM runs without the tier: %s", reason)
             self.scheduler = None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if (side := self.scheduler) is None:
-            return 0, False
-        found = self._safely(lambda: side.match(request, num_computed_tokens), 0)
+        found = 0 if self.scheduler is None else self.scheduler.match(request, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -140,20 +162,18 @@ class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        if (side := self.scheduler) is None:
-            return StepOrders(Orders(step=0))
-        return StepOrders(self._safely(lambda: side.build(scheduler_output), None) or side.loads_only())
+        return StepOrders(Orders(step=0) if self.scheduler is None else self.scheduler.build(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        side, reports = self.scheduler, connector_output.kv_connector_worker_meta
-        if side is not None and reports is not None:
-            self._safely(lambda: side.heard(reports.reports), None)
+        reports = connector_output.kv_connector_worker_meta
+        if self.scheduler is not None and reports is not None:
+            self.scheduler.heard(reports.reports)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if (side := self.scheduler) is not None:
-            aborted = request.status.name == "FINISHED_ABORTED"
-            self._safely(lambda: side.finished(request, aborted=aborted), None)
-        return False, None
+        told = None
+        if self.scheduler is not None:
+            told = self.scheduler.finished(request, aborted=request.status.name == "FINISHED_ABORTED")
+        return False, None if told is None else {WHERE: told}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -171,31 +191,17 @@ class HostCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for restorable, run in groupby(() if self.scheduler is None else self.scheduler.take_events(), itemgetter(0)):
             hashes = [maybe_convert_block_hash(block_hash) for _, block_hash in run]
             if restorable:
-                size = self.scheduler.config.page_tokens if self.scheduler is not None else 0
-                yield BlockStored(block_hashes=hashes, parent_block_hash=None, token_ids=[], block_size=size,
-                                  lora_id=None, medium="CPU", lora_name=None)
+                spec = self._cache_config.kv_cache_groups[0].kv_cache_spec
+                yield BlockStored(block_hashes=hashes, parent_block_hash=None, token_ids=[],
+                                  block_size=spec.block_size, lora_id=None, medium="CPU", lora_name=None)
             else:
                 yield BlockRemoved(block_hashes=hashes, medium="CPU")
-
-    def _safely(self, call: Callable[[], T], otherwise: U) -> T | U:
-        """A mistake of ours ends the tier, not vLLM. (Not so in `update_state_after_alloc`: there vLLM waits for what
-        it was promised.)"""
-        try:
-            return call()
-        except Exception as mistake:
-            _logger.exception("hostcache: this is a bug; please report it")
-            if self.scheduler is not None:
-                self.scheduler.turn_off(f"a bug: {type(mistake).__name__}: {mistake}")
-            return otherwise
 
     # ---- on either side
 
     def get_kv_connector_stats(self) -> HostCacheStats | None:
-        now_s = self.clock.now()
-        if self.scheduler is None or not self.scheduler.worth_telling(now_s, self._told_s):
-            return None
-        self.scheduler.dirty, self._told_s = False, now_s
-        return HostCacheStats(data=self._changes.take(stats.metrics(self.scheduler)))
+        told = {} if self.scheduler is None else self.scheduler.take_statistics()
+        return HostCacheStats(data=told) if told else None
 
     def shutdown(self) -> None:
         if self.worker is not None:
@@ -258,14 +264,28 @@ class HostCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     self._series[engine][name] = metric.labels(*values, *([label] if family.label else []))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """vLLM's output handler, which feeds every client, ends when this raises: a number that cannot be shown is left
+        out."""
         for name, value in transfer_stats_data.items():
-            series = self._series[engine_idx].get(name)
+            series = self._series.get(engine_idx, {}).get(name)
             if series is None:
                 continue
-            if name in stats.GAUGES:
-                series.set(value)
-            else:
-                series.inc(value)
+            try:
+                if stats.is_gauge(name):
+                    series.set(value)
+                else:
+                    series.inc(value)
+            except Exception:
+                _alarm()
+
+
+def _alarm() -> None:
+    _logger.exception("hostcache: this is a bug; please report it")
+
+
+def _alarming(mistake: Exception) -> str:
+    _alarm()
+    return wall.bug(mistake)
 
 
 def _unregister(names: set[str]) -> None:

@@ -8,8 +8,8 @@ Holds the real `HostCache`; the bytes are with the workers, who get `Orders` eac
     a request   `match` → (reservation) → `allocated` → (load) → `heard`: committed, or denied for good
                 → scheduled: its account is settled → `finished`
 
-No block is ever pinned for a store. A block that a late load may still write is, until that copy has ended. Reads
-objects of vLLM by the names of their fields; imports nothing of it.
+No block is ever pinned for a store. Behind `wall.SchedulerWall`, which catches what is raised here and keeps what vLLM
+was promised. Reads objects of vLLM by the names of their fields; imports nothing of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from hostcache.tier import (
     Account,
     Accounting,
     CopyDone,
-    Direction,
     History,
     HostCache,
     Identity,
@@ -35,13 +34,16 @@ from hostcache.tier import (
     PageKey,
     Reason,
     Refused,
+    RequestReport,
     Reservation,
     StoreJob,
     TierConfig,
 )
+from hostcache.vllm_plugin.copies import Copies, Copy
 from hostcache.vllm_plugin.keys import GROUP_BYTES, extended, page_key
 from hostcache.vllm_plugin.rates import Rates
-from hostcache.vllm_plugin.wire import JobEnd, LoadOrder, Orders, RankReport, StoreOrder
+from hostcache.vllm_plugin.wire import LoadOrder, Orders, RankReport, StoreOrder
+from hostcache.vllm_plugin.wishes import NONE, Wishes, wishes_of
 
 STEPS_AHEAD = 2
 """A block that could be handed out within so many steps is saved now: one to order the copy, one to make it."""
@@ -93,40 +95,19 @@ class LiveRequest:
     """Tokens computed once the step is over that was built last."""
     reservation: Reservation | None = None
     start: int = 0
-    load: _Job | None = None
+    load: Copy | None = None
     denied: bool = False
     wait_until_s: float | None = None
     host_pages: int = 0
     """restored since it was last admitted"""
     account: Account | None = None
     settled: bool = False
+    cause: Reason | None = None
+    """why the last look offered less than the host holds, until there is an account to note it in"""
+    wishes: Wishes = NONE
+    report: RequestReport | None = None
     lost_tokens: int = 0
     """computed before it was preempted"""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A copy on its way. `left`: ranks that have not ended it. `leaving`: its pages that left the device meanwhile."""
-
-    job_id: int
-    direction: Direction
-    blocks: tuple[int, ...]
-    keys: tuple[PageKey, ...]
-    left: int
-    begun_s: float
-    deadline_s: float
-    at_once: bool = False
-    leaving: int = 0
-    overdue: bool = False
-    given_up: bool = False
-    """Of a load: its reservation was abandoned, the copy may run on."""
-    reservation: Reservation | None = None
-    live: LiveRequest | None = None
-    error: str | None = None
-    late: bool = False
-    copied_bytes: int = 0
-    submissions: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,38 +115,6 @@ class _Step:
     step: int
     built_s: float
     tokens: int
-
-
-class PoolListener:
-    """Sits in the pool's `metrics_collector` seat, the one place that is told of evictions while the block still has
-    its hash, and hands everything on to whoever sat there before."""
-
-    def __init__(self, inner: Any, side: SchedulerSide) -> None:
-        self._inner = inner
-        self._side = side
-
-    def on_block_allocated(self, block: Any) -> None:
-        if self._inner is not None:
-            self._inner.on_block_allocated(block)
-
-    def on_block_accessed(self, block: Any) -> None:
-        self._side.block_used(block)
-        if self._inner is not None:
-            self._inner.on_block_accessed(block)
-
-    def on_block_evicted(self, block: Any) -> None:
-        if block.block_hash is not None:
-            self._side.block_evicted(block)
-        if self._inner is not None:
-            self._inner.on_block_evicted(block)
-
-    def reset(self) -> None:
-        self._side.pool_reset()
-        if self._inner is not None:
-            self._inner.reset()
-
-    def drain_events(self) -> Any:
-        return [] if self._inner is None else self._inner.drain_events()
 
 
 class SchedulerSide:
@@ -184,7 +133,7 @@ class SchedulerSide:
         """Something happened since the statistics were last taken."""
         self._identity = identity
         self._page = config.page_tokens
-        self._ranks = ranks
+        self.ranks = ranks
         self._window = STEPS_AHEAD * -(-step_tokens // config.page_tokens)
         self._clock = clock
         self._say = say
@@ -192,13 +141,11 @@ class SchedulerSide:
         self._off: str | None = None
         self._pool: Any = None
         self._live: dict[str, LiveRequest] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._fences: dict[int, int] = {}
+        self._copies = Copies(ranks)
         self._gone: list[tuple[int, bytes]] = []
         self._decided: list[bytes | None] = []
         self._eager: dict[PageKey, bytes] = {}
-        self._on_its_way: dict[PageKey, int] = {}
-        self._late: dict[int, tuple[int, ...]] = {}
+        self._unwanted: set[PageKey] = set()
         self._hashes: dict[PageKey, bytes] | None = {} if events else None
         self._told: set[PageKey] = set()
         if events:
@@ -213,7 +160,6 @@ class SchedulerSide:
     def bind(self, pool: Any) -> None:
         self._pool = pool
         self._decided = [None] * len(pool.blocks)
-        pool.metrics_collector = PoolListener(pool.metrics_collector, self)
 
     def block_evicted(self, block: Any) -> None:
         self._gone.append((block.block_id, block.block_hash))
@@ -224,8 +170,9 @@ class SchedulerSide:
     def pool_reset(self) -> None:
         """Every block lost its hash; none was in use, so nothing is being loaded."""
         self._gone.clear()
-        self._fences.clear()
+        self._copies.drop_fences()
         self._eager.clear()
+        self._unwanted.clear()
         self._decided = [None] * len(self._decided)
         for live in self._live.values():
             live.confirmed = live.computed_after = 0
@@ -237,7 +184,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Drop every copy. False while a request waits for one: it would be given what was to be dropped."""
-        if any(job.live is not None and not job.given_up for job in self._jobs.values()):
+        if self._copies.loading:
             return False
         self._forget()
         return True
@@ -260,26 +207,43 @@ class SchedulerSide:
             if live.start == start and not live.denied:
                 return live.reservation.pages * self._page
             self._release(live)
-        if self._off is not None or live.denied or request.skip_reading_prefix_cache:
+        if self._off is not None:
+            self._note(live, Reason.TIER_OFF)
+            return 0
+        if live.denied or request.skip_reading_prefix_cache:
             return 0
         live.chain = extended(live.chain, request.block_hashes)
         limit = min((request.num_tokens - 1) // self._page, len(live.chain))
+        live.cause = None
+        if (cap := live.wishes.load_tokens) is not None and cap // self._page < limit:
+            limit = cap // self._page
+            self._note(live, Reason.OPTED_OUT)
         if start >= limit:
             return 0
-        if live.chain.keys[start] in self._on_its_way:
+        if self._copies.brings(live.chain.keys[start]):
             return None  # another request waits for the same pages, within its budget; then they are on the device
         found = self.tier.lookup(live.chain, start, limit)
         if found.pending and self._may_wait(live):
             return None
         if not found.pages:
             return 0
-        size = self.config.page_bytes
-        ahead = size * sum(len(job.blocks) for job in self._jobs.values() if job.direction is Direction.RESTORE)
-        if self.rates.dearer(tokens=found.pages * self._page, copied_bytes=found.pages * size, bytes_ahead=ahead):
-            if live.account is not None:
-                live.account.miss(Reason.DEARER)
+        copied_bytes = found.pages * self.config.page_bytes
+        if self.rates.dearer(tokens=found.pages * self._page, copied_bytes=copied_bytes, bytes_ahead=self._bytes_ahead):
+            self._note(live, Reason.DEARER)
             return 0
         return self._reserve(live, found)
+
+    def _note(self, live: LiveRequest, reason: Reason) -> None:
+        """The driver's reason for what it leaves on the host; before admission the last look's counts."""
+        if live.account is None:
+            live.cause = reason
+        else:
+            live.account.miss(reason)
+
+    @property
+    def _bytes_ahead(self) -> int:
+        """That are being restored now."""
+        return self.config.page_bytes * self._copies.pages_ahead
 
     def _may_wait(self, live: LiveRequest) -> bool:
         """For pages that are just being saved: no longer than a save may take."""
@@ -296,13 +260,16 @@ class SchedulerSide:
         return answer.pages * self._page
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """vLLM gave it these blocks: local ones first, then those for what it takes of the match."""
+        """vLLM gave it these blocks: local ones first, then those for what it takes of the match. Where that cannot be
+        given after all no load is ordered, and the request is computed."""
         live = self._live_of(request)
         live.wait_until_s = None
         live.prompt_tokens = request.num_tokens
         if live.account is None and not live.settled:
             live.chain = extended(live.chain, request.block_hashes)
             live.account = self.accounting.open(request.request_id, live.chain, request.num_tokens)
+            if live.cause is not None:
+                live.account.miss(live.cause)
         if not external_tokens:
             self._release(live)
             return
@@ -312,23 +279,25 @@ class SchedulerSide:
             self._reserve(live, Match(chain=live.chain, start=live.start, pages=pages))
         taken = live.reservation
         if taken is None or taken.pages != pages:
-            raise InvariantBroken(f"request {request.request_id} was allocated {pages} pages it has no reservation for")
+            self._release(live)
+            self._deny(live, Reason.NOT_READY)
+            return
         blocks = tuple(block_ids[live.start : live.start + pages])
         now_s = self._clock.now()
+        budget_s = self.rates.patience_s(
+            least_s=self.config.restore_budget_s, tokens=external_tokens,
+            copied_bytes=pages * self.config.page_bytes, bytes_ahead=self._bytes_ahead)
         live.reservation = None
-        live.load = self._jobs[taken.job_id] = _Job(
-            job_id=taken.job_id, direction=Direction.RESTORE, blocks=blocks, keys=taken.keys, left=self._ranks,
-            begun_s=now_s, deadline_s=now_s + PATIENCE * (self.config.restore_budget_s + 1.0), reservation=taken,
-            live=live)
-        self._on_its_way.update(dict.fromkeys(taken.keys, taken.job_id))
+        live.load = self._copies.load(taken, blocks, request_id=request.request_id, now_s=now_s,
+                                      deadline_s=now_s + PATIENCE * (budget_s + 1.0))
         self._loads.append(LoadOrder(job_id=taken.job_id, request_id=request.request_id, blocks=blocks,
-                                     frames=tuple(taken.frames.tolist())))
+                                     frames=tuple(taken.frames.tolist()), budget_s=budget_s))
 
-    def finished(self, request: Any, *, aborted: bool) -> None:
-        """However it ended. Its blocks are freed after this."""
+    def finished(self, request: Any, *, aborted: bool) -> dict[str, Any] | None:
+        """However it ended. Its blocks are freed after this. The answer: what it asked to be told, if anything."""
         live = self._live.pop(request.request_id, None)
         if live is None:
-            return
+            return None
         self.dirty = True
         self._release(live)
         if (job := live.load) is not None:
@@ -342,12 +311,18 @@ class SchedulerSide:
                 self.tier.evicted(snapshot)
             self._look = self._off is None and self.config.mode is Mode.ON_PRESSURE
             if self._off is None and self.config.mode is Mode.ON_RETAIN:
-                self._eager.update(zip(live.chain.keys[: live.confirmed], request.block_hashes, strict=False))
+                wanted = live.confirmed if (cap := live.wishes.store_tokens) is None else cap // self._page
+                self._eager.update(zip(live.chain.keys[: min(wanted, live.confirmed)], request.block_hashes,
+                                       strict=False))
         if live.account is not None:
             # Not scheduled once since it was admitted: what it was to be served it was not.
-            self.accounting.abort(live.account, device_pages=0, host_pages=0)
+            live.report = self.accounting.abort(live.account, device_pages=0, host_pages=0)
         elif not live.settled and aborted:
             self.accounting.aborted_before_admission()
+        if not live.wishes.asked:
+            return None
+        told: dict[str, Any] = {} if live.report is None else live.report.as_json()
+        return told if live.wishes.refused is None else {**told, "refused": dict(live.wishes.refused)}
 
     # ---- a step
 
@@ -357,18 +332,6 @@ class SchedulerSide:
         self._step += 1
         self._look = False
         loads, self._loads = tuple(self._loads), []
-        try:
-            return self._build(output, loads, now_s)
-        except Exception:
-            self._loads = [*loads, *self._loads]
-            raise
-
-    def loads_only(self) -> Orders:
-        """Instead of `build` when that failed: whoever was promised a load gets it."""
-        loads, self._loads = tuple(self._loads), []
-        return Orders(step=self._step, loads=loads)
-
-    def _build(self, output: Any, loads: tuple[LoadOrder, ...], now_s: float) -> Orders:
         for request_id in output.preempted_req_ids or ():
             if (live := self._live.get(request_id)) is not None:
                 self._preempted(live)
@@ -387,7 +350,7 @@ class SchedulerSide:
                 self._look_ahead(stores, now_s)
             elif self._eager:
                 self._write_eagerly(stores, now_s)
-        if self._jobs:
+        if self._copies:
             self._watch(now_s)
         measured = tokens >= MEASURED_TOKENS
         if measured:
@@ -402,21 +365,26 @@ class SchedulerSide:
             if report.off is not None:
                 self.turn_off(report.off)
             for job_id in report.overdue:
-                if (job := self._jobs.get(job_id)) is not None:
-                    self._over_budget(job)
+                self._over_budget(job_id)
             for end in report.ends:
-                self._rank_ended(end, now_s)
+                if (copy := self._copies.ended(end)) is not None:
+                    self._ended(copy, now_s)
 
     def take_events(self) -> list[tuple[bool, bytes]]:
         """Since the last call: vLLM's hashes of blocks that can be restored from now on (True), or no more."""
         told: list[tuple[bool, bytes]] = []
         if self._hashes is None:
             return told
+        if self._off is not None:
+            told = [(False, block_hash) for block_hash in self.told]
+            self._told.clear()
+            self.tier.take_changes()
+            return told
         for restorable, key in self.tier.take_changes():
             told.append((restorable, self._hashes[key]))
             (self._told.add if restorable else self._told.discard)(key)
         if len(self._hashes) > 2 * self.config.frames + HISTORY_PAGES:  # those of pages that came and went
-            wanted = self._told.union(*(job.keys for job in self._jobs.values()))
+            wanted = self._told.union(self._copies.keys)
             self._hashes = {key: each for key, each in self._hashes.items() if key in wanted}
         return told
 
@@ -424,11 +392,11 @@ class SchedulerSide:
     def busy(self) -> bool:
         """vLLM must go on making steps: the end of a copy is to be heard, or blocks that have just been freed want a
         look before the next request comes and takes them."""
-        return self._look or bool(self._eager) or any(not job.overdue for job in self._jobs.values())
+        return self._look or bool(self._eager) or self._copies.busy
 
     def worth_telling(self, now_s: float, told_s: float) -> bool:
         """Statistics cost as much as a step's decisions: told a few times a second, and when things come to rest."""
-        return self.dirty and (now_s - told_s >= TELL_EVERY_S or not (self._live or self._jobs))
+        return self.dirty and (now_s - told_s >= TELL_EVERY_S or not (self._live or self._copies))
 
     @property
     def off_reason(self) -> str | None:
@@ -436,20 +404,28 @@ class SchedulerSide:
 
     @property
     def pins(self) -> int:
-        """What stays held when nothing is under way: pins of the tier, blocks kept from the pool, open requests."""
+        """What stays held when nothing is under way: pins of the tier, open requests, jobs."""
         counters = self.tier.stats().counters
         held = counters.pins_taken - counters.pins_released
-        return held + sum(map(len, self._late.values())) + len(self._live) + len(self._jobs) + len(self._on_its_way)
+        return held + len(self._live) + self._copies.held
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._live)
+
+    @property
+    def told(self) -> list[bytes]:
+        """Hashes of the blocks that can be restored, as `take_events` told them."""
+        return [] if self._hashes is None else [self._hashes[key] for key in self._told]
 
     def check(self) -> None:
         """The tier's invariants, and that every job has an owner. For tests."""
         self.tier.check()
-        loading = {live.load.job_id for live in self._live.values() if live.load is not None}
-        strays = [i for i, job in self._jobs.items() if job.live is not None and not job.given_up and i not in loading]
-        if strays:
-            raise InvariantBroken(f"loads {strays} belong to no live request")
-        if any(job_id not in self._jobs for job_id in self._fences.values()):
-            raise InvariantBroken("a fence names a job that is over")
+        self._copies.check()
+        for copy in self._copies.loading:
+            live = self._live.get(copy.request_id or "")
+            if live is None or live.load is not copy:
+                raise InvariantBroken(f"load {copy.job_id} belongs to no live request")
 
     # ---- inside: requests
 
@@ -457,7 +433,8 @@ class SchedulerSide:
         live = self._live.get(request.request_id)
         if live is None:
             chain = KeyChain(identity=self._identity, keys=(), plain=())
-            live = self._live[request.request_id] = LiveRequest(request=request, chain=chain)
+            wishes = wishes_of(request.kv_transfer_params, request.num_tokens)
+            live = self._live[request.request_id] = LiveRequest(request=request, chain=chain, wishes=wishes)
         return live
 
     def _release(self, live: LiveRequest) -> None:
@@ -485,7 +462,7 @@ class SchedulerSide:
         live.chain = extended(live.chain, live.request.block_hashes)
         self.tier.touch(live.chain, pages)
         if live.account is not None:
-            self.accounting.settle(live.account, device_pages=pages - host, host_pages=host)
+            live.report = self.accounting.settle(live.account, device_pages=pages - host, host_pages=host)
             live.account, live.settled = None, True
         elif live.lost_tokens:
             self.accounting.recovered(
@@ -497,8 +474,19 @@ class SchedulerSide:
         pages = min(computed_tokens // self._page, len(live.request.block_hashes))
         if pages > live.confirmed:
             live.chain = extended(live.chain, live.request.block_hashes)
+            if live.wishes.store_tokens is not None or self._unwanted:
+                self._sort_out(live, pages)
             self.tier.device_added(live.chain, live.confirmed, pages)
             live.confirmed = pages
+
+    def _sort_out(self, live: LiveRequest, pages: int) -> None:
+        """Of the pages that are confirmed next: those that nobody wants saved. One request that does is enough."""
+        cap = live.wishes.store_tokens
+        wanted = max(live.confirmed, pages if cap is None else min(pages, cap // self._page))
+        self._unwanted.difference_update(live.chain.keys[live.confirmed : wanted])
+        others = live.chain.keys[wanted:pages]
+        self._unwanted.update(
+            key for key, state in zip(others, self.tier.held(others), strict=True) if state is not None)
 
     def _preempted(self, live: LiveRequest) -> None:
         """Its blocks are free, with all that the steps so far have computed in them."""
@@ -519,18 +507,20 @@ class SchedulerSide:
         another = self._pool.cached_block_hash_to_block.get_one_block
         for block_id, block_hash in gone:
             self._decided[block_id] = None
-            if (job_id := self._fences.pop(block_id, None)) is not None:
+            if (job_id := self._copies.take_fence(block_id)) is not None:
                 fences[job_id] = None
             if another(block_hash) is None:  # else the page stays on the device, in another block
                 key = self._key(block_hash)
                 where.setdefault(key, block_id)
                 hashes[key] = block_hash[:-GROUP_BYTES]
         keys = list(where)
-        known = [key for key, state in zip(keys, self.tier.held(keys), strict=True) if state is None]
+        known = [key for key, state in zip(keys, self.tier.held(keys), strict=True)
+                 if state is None and key not in self._unwanted]
         if self._off is None and self.config.mode is not Mode.OFF:
             jobs = self.tier.plan_pages(known, now_s=now_s, at_once=True)
             self._order(stores, jobs, where, hashes, now_s, at_once=True)
         self.tier.device_removed(keys[::-1])
+        self._unwanted.difference_update(keys)
         self._count_departures(known)
         self.counters.fenced_jobs += len(fences)
         self.dirty = True
@@ -538,7 +528,7 @@ class SchedulerSide:
 
     def _count_departures(self, keys: list[PageKey]) -> None:
         self.counters.evicted_pages += len(keys)
-        coming = {key: job for job in self._jobs.values() if job.direction is Direction.STORE for key in job.keys}
+        coming = self._copies.saving
         for key, state in zip(keys, self.tier.held(keys), strict=True):
             if state is None:
                 self.counters.saved_pages += 1
@@ -556,7 +546,11 @@ class SchedulerSide:
             if block.block_hash is not None and decided[block.block_id] is not block.block_hash
         ]
         if near and self.tier.may_store(now_s):
-            self._plan({self._key(block.block_hash): block for block in near}, stores, now_s)
+            blocks = {self._key(block.block_hash): block for block in near}
+            for key in self._unwanted & blocks.keys():
+                block = blocks.pop(key)
+                decided[block.block_id] = block.block_hash
+            self._plan(blocks, stores, now_s)
 
     def _write_eagerly(self, stores: list[StoreOrder], now_s: float) -> None:
         """Pages of requests that have ended, while they are on the device."""
@@ -591,11 +585,7 @@ class SchedulerSide:
             if self._hashes is not None:
                 self._hashes.update({key: hashes[key] for key in job.keys})
             deadline_s = now_s + PATIENCE * (PATIENCE * self.config.copy_budget_s + 1.0)
-            self._jobs[job.job_id] = _Job(
-                job_id=job.job_id, direction=Direction.STORE, blocks=blocks, keys=job.keys, left=self._ranks,
-                begun_s=now_s, deadline_s=deadline_s, at_once=at_once)
-            if not at_once:
-                self._fences.update(dict.fromkeys(blocks, job.job_id))
+            self._copies.save(job.job_id, blocks, job.keys, at_once=at_once, now_s=now_s, deadline_s=deadline_s)
             stores.append(StoreOrder(job_id=job.job_id, blocks=blocks, frames=tuple(job.frames.tolist()),
                                      at_once=at_once))
 
@@ -604,82 +594,50 @@ class SchedulerSide:
 
     # ---- inside: copies that end, or do not
 
-    def _rank_ended(self, end: JobEnd, now_s: float) -> None:
-        job = self._jobs.get(end.job_id)
-        if job is None:
-            return
-        job.left -= 1
-        job.error = job.error or end.error
-        job.late = job.late or end.late
-        job.copied_bytes += end.copied_bytes
-        job.submissions += end.submissions
-        job.seconds = max(job.seconds, end.seconds)
-        if job.left:
-            return
-        del self._jobs[job.job_id]
+    def _ended(self, copy: Copy, now_s: float) -> None:
+        """On every rank."""
         self.dirty = True
-        done = CopyDone(job_id=job.job_id, direction=job.direction, error=job.error, copied_bytes=job.copied_bytes,
-                        submissions=job.submissions, submitted_s=job.begun_s, started_s=now_s - job.seconds,
-                        finished_s=now_s)
-        if job.direction is Direction.STORE:
-            self._unfence(job)
+        done = copy.done(now_s)
+        if copy.reservation is None:
             self.tier.settle(done)
-            self._count_saved(job, job.leaving if job.error is None and not job.overdue else 0)
+            self._count_saved(copy, copy.leaving if copy.error is None and not copy.overdue else 0)
+        elif copy.given_up:
+            self.tier.settle(done)
         else:
-            self._load_ended(job, done)
+            self._load_ended(copy, copy.reservation, done)
 
-    def _load_ended(self, job: _Job, done: CopyDone) -> None:
-        if job.given_up:
-            self.tier.settle(done)
-            if (blocks := self._late.pop(job.job_id, None)) is not None:
-                self._pool.free_blocks([self._pool.blocks[i] for i in blocks])
-            return
-        self._load_is_over(job)
-        reservation, live = job.reservation, job.live
-        if reservation is None or live is None:
-            raise InvariantBroken(f"load {job.job_id} has no reservation")
-        if job.error is None:
+    def _load_ended(self, copy: Copy, reservation: Reservation, done: CopyDone) -> None:
+        live = self._live[copy.request_id or ""]
+        live.load = None
+        if copy.error is None:
             self.tier.commit(reservation, done)
             live.host_pages = reservation.pages
-            self.rates.saw_restore(done.copied_bytes, job.seconds)
+            self.rates.saw_restore(done.copied_bytes, copy.seconds)
         else:
-            reason = Reason.LATE if job.late else Reason.FAILED
+            reason = Reason.LATE if copy.late else Reason.FAILED
             self.tier.abandon(reservation, reason, copying=False)
             self._deny(live, reason)
 
-    def _over_budget(self, job: _Job) -> None:
-        """Some rank's copy takes too long and may run on. Its frames, and the blocks of a load, are out of use until
-        every rank has ended it."""
-        if job.overdue:
+    def _over_budget(self, job_id: int) -> None:
+        """Some rank's copy takes too long and may run on. Its frames are out of use until every rank has ended it."""
+        copy = self._copies.overdue(job_id)
+        if copy is None:
             return
-        job.overdue = True
         self.dirty = True
-        if job.direction is Direction.STORE:
-            self._unfence(job)
-            self.tier.expire(job.job_id, running=True)
-            self._count_saved(job, 0)
+        if copy.reservation is None:
+            self.tier.expire(job_id, running=True)
+            self._count_saved(copy, 0)
             return
-        live = job.live
-        self._give_up(job, Reason.LATE)
-        if live is not None:
+        self.counters.late_blocks += len(copy.blocks)
+        live = self._live.get(copy.request_id or "")
+        self._give_up(copy, Reason.LATE)
+        if live is not None and live.load is copy:
+            live.load = None
             self._deny(live, Reason.LATE)
-        self._late[job.job_id] = job.blocks
-        self.counters.late_blocks += len(job.blocks)
-        self._pool.touch([self._pool.blocks[i] for i in job.blocks])
 
-    def _give_up(self, job: _Job, reason: Reason) -> None:
-        if job.given_up or job.reservation is None:
-            return
-        job.given_up = True
-        self._load_is_over(job)
-        self.tier.abandon(job.reservation, reason, copying=True)
-
-    def _load_is_over(self, job: _Job) -> None:
-        for key in job.keys:
-            if self._on_its_way.get(key) == job.job_id:
-                del self._on_its_way[key]
-        if job.live is not None and job.live.load is job:
-            job.live.load = None
+    def _give_up(self, copy: Copy, reason: Reason) -> None:
+        if copy.reservation is not None and self._copies.give_up(copy):
+            self.tier.abandon(copy.reservation, reason, copying=True)
 
     def _deny(self, live: LiveRequest, reason: Reason) -> None:
         """Offered again it would fail again, and vLLM has no limit: this request is computed."""
@@ -687,21 +645,16 @@ class SchedulerSide:
         if live.account is not None:
             live.account.miss(reason)
 
-    def _unfence(self, job: _Job) -> None:
-        for block_id in job.blocks:
-            if self._fences.get(block_id) == job.job_id:
-                del self._fences[block_id]
-
-    def _count_saved(self, job: _Job, saved: int) -> None:
+    def _count_saved(self, copy: Copy, saved: int) -> None:
         self.counters.saved_pages += saved
-        self.counters.saved_at_once_pages += saved if job.at_once else 0
-        self.counters.lost_pages += job.leaving - saved
-        job.leaving = 0
+        self.counters.saved_at_once_pages += saved if copy.at_once else 0
+        self.counters.lost_pages += copy.leaving - saved
+        copy.leaving = 0
 
     def _watch(self, now_s: float) -> None:
         """Jobs that a rank never spoke of again. Loads of such a rank cannot be reported as over: vLLM would wait."""
-        for job in [job for job in self._jobs.values() if now_s >= job.deadline_s and not job.overdue]:
-            self._over_budget(job)
+        for copy in self._copies.unheard_of(now_s):
+            self._over_budget(copy.job_id)
 
     def turn_off(self, reason: str) -> None:
         """For good: nothing is found or saved any more; what is under way is still heard of."""

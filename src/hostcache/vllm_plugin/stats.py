@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from hostcache.tier import Accounting, AccountingStats, Family, HostCache, families
 from hostcache.vllm_plugin.scheduler_side import PluginCounters, SchedulerSide
+from hostcache.vllm_plugin.step_times import StepReport, StepTimes
 
 _OWN = {
     "evicted_pages": "Pages whose last block vLLM handed out again.",
@@ -35,7 +36,20 @@ def known() -> list[Family]:
     history = History(1)
     cache = HostCache(config, history=history)
     nothing: AccountingStats = Accounting(1, history, cache).stats()
-    return [*families(nothing, cache.stats()), *_own(PluginCounters())]
+    return [*families(nothing, cache.stats()), *_own(PluginCounters()), *step_metrics(StepTimes().report())]
+
+
+def step_metrics(report: StepReport) -> Iterator[Family]:
+    for name, text, values in (
+        ("step_seconds", "Time the plugin took of a scheduler step, over the last steps that computed something. The "
+         "wait for copies in the workers is not in it.", report.own_s),
+        ("step_interval_seconds", "From one such step to the next while there were requests. Idle time is not in it.",
+         report.interval_s),
+    ):
+        yield Family(name=f"hostcache_{name}", kind="gauge", text=text, label="quantile",
+                     samples={str(quantile): value for quantile, value in values.items()})
+    yield Family(name="hostcache_running_requests_peak", kind="gauge", label="",
+                 text="Most requests in one of these steps.", samples={"": report.requests_peak})
 
 
 def _own(counters: PluginCounters) -> Iterator[Family]:
@@ -50,6 +64,12 @@ class Changes:
 
     def __init__(self) -> None:
         self._told: dict[str, float] = {}
+
+    def nothing_left(self) -> dict[str, float]:
+        """Every gauge is at zero from now on; the counters stay."""
+        gauges = {name: 0.0 for name, value in self._told.items() if value and is_gauge(name)}
+        self._told.update(gauges)
+        return gauges
 
     def take(self, now: Iterator[Family]) -> dict[str, float]:
         """Only what is not as it was; {} when nothing is."""
@@ -67,9 +87,14 @@ class Changes:
 GAUGES = frozenset(family.name for family in known() if family.kind == "gauge")
 
 
+def is_gauge(name: str) -> bool:
+    """Of a name in a record, with its label value or without."""
+    return name.partition("|")[0] in GAUGES
+
+
 def merged(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     """Two records, the later one second."""
     both = dict(one)
     for name, value in other.items():
-        both[name] = value if name in GAUGES else both.get(name, 0) + value
+        both[name] = value if is_gauge(name) else both.get(name, 0) + value
     return both

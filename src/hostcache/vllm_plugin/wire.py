@@ -21,22 +21,25 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """Copy frame frames[i] into block blocks[i], for a request that waits for it."""
+    """Copy frame frames[i] into block blocks[i], for a request that waits for it, `budget_s` at most."""
 
     job_id: int
     request_id: str
     blocks: tuple[int, ...]
     frames: tuple[int, ...]
+    budget_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """One step's. `fences`: running stores whose blocks this step overwrites; they are waited for as if `at_once`."""
+    """One step's. `fences`: running stores whose blocks this step overwrites; they are waited for as if `at_once`.
+    `unkept`: requests that wait for a load which will not come: they are told that it failed."""
 
     step: int
     stores: tuple[StoreOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
+    unkept: tuple[str, ...] = ()
     report_step: bool = False
     """The scheduler measures this step and wants to hear of its end."""
 

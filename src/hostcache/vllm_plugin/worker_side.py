@@ -37,12 +37,11 @@ class WorkerSide:
     Call in the order of vLLM's step: `before_forward`, `after_forward`, `finished`, `report`.
     """
 
-    def __init__(self, *, copier: Copier | None, clock: Clock, copy_budget_s: float, restore_budget_s: float,
-                 off: str | None = None, prepare: Callable[[], object] | None = None) -> None:
-        self._copier = copier
+    def __init__(self, *, copier: Copier | None, clock: Clock, copy_budget_s: float, off: str | None = None,
+                 prepare: Callable[[], object] | None = None) -> None:
+        self.copier = copier
         self._clock = clock
         self._copy_budget_s = copy_budget_s
-        self._restore_budget_s = restore_budget_s
         self._off = off
         self._prepare = prepare
         self._said_off = False
@@ -96,7 +95,7 @@ class WorkerSide:
 
     def close(self, timeout_s: float) -> bool:
         """False: a copy still runs; keep the memory on both sides."""
-        return self._copier is None or self._copier.close(timeout_s)
+        return self.copier is None or self.copier.close(timeout_s)
 
     # ---- inside
 
@@ -106,25 +105,25 @@ class WorkerSide:
         self._submit(running, Direction.STORE, order.blocks, order.frames)
 
     def _load(self, order: LoadOrder) -> None:
-        running = _Running(order.job_id, self._clock.now() + self._restore_budget_s, order.request_id)
+        running = _Running(order.job_id, self._clock.now() + order.budget_s, order.request_id)
         self._submit(running, Direction.RESTORE, order.blocks, order.frames)
 
     def _submit(self, running: _Running, direction: Direction, blocks: Sequence[int], frames: Sequence[int]) -> None:
         self._running[running.job_id] = running
-        if self._copier is None:
+        if self.copier is None:
             self._ended(running, _no_copy(running.job_id, f"this rank has no host memory: {self._off}"))
             return
         job = CopyJob(job_id=running.job_id, direction=direction, extents=extents(blocks, frames))
         try:
-            self._copier.submit(job)
+            self.copier.submit(job)
         except Exception as refusal:  # whatever it is, the engine serves on and the request is computed
             self._ended(running, _no_copy(running.job_id, f"{type(refusal).__name__}: {refusal}"))
 
     def _wait_for(self, job_ids: Sequence[int]) -> None:
-        if self._copier is None:
+        if self.copier is None:
             return
         # A copier whose device can wait for its copies in order need not be waited for on the host.
-        ordered: Callable[[int], bool] | None = getattr(self._copier, "compute_waits_for", None)
+        ordered: Callable[[int], bool] | None = getattr(self.copier, "compute_waits_for", None)
         left = {i for i in job_ids if ordered is None or not ordered(i)}
         deadline_s = self._clock.now() + self._copy_budget_s
         self._hear()
@@ -132,19 +131,19 @@ class WorkerSide:
             remaining_s = deadline_s - self._clock.now()
             if remaining_s <= 0:
                 break
-            self._copier.wait(remaining_s)
+            self.copier.wait(remaining_s)
             self._hear()
         for job_id in left:
             self._over_budget(self._running[job_id])
 
     def _hear(self) -> None:
-        if self._copier is None:
+        if self.copier is None:
             return
-        for done in self._copier.poll():
+        for done in self.copier.poll():
             if (running := self._running.get(done.job_id)) is not None:
                 self._ended(running, _end(done))
                 if done.error is not None and self._off is None:
-                    self._off = _broken(self._copier)
+                    self._off = _broken(self.copier)
 
     def _ended(self, running: _Running, end: JobEnd) -> None:
         del self._running[running.job_id]
@@ -153,7 +152,7 @@ class WorkerSide:
             self._tell(running, failed=end.error is not None)
 
     def _over_budget(self, running: _Running) -> None:
-        if self._copier is None or self._copier.cancel(running.job_id):
+        if self.copier is None or self.copier.cancel(running.job_id):
             self._ended(running, _no_copy(running.job_id, "over its budget before it started", late=True))
             return
         running.overdue = True
