@@ -21,7 +21,7 @@ from hostcache.sim.suites import add_suite_arguments, run_suites
 from hostcache.sim.twin import SEEDS, twin
 from hostcache.sizes import parse_size
 from hostcache.workload.agents import AgentShape
-from hostcache.workload.profiles import read_profile
+from hostcache.workload.profiles import find_profile, profile_names
 
 _PLAN = """\
 examples:
@@ -114,7 +114,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
                       help="one size: it and a half, a quarter, an eighth of it; several: those (default: %(default)s)")
     load = parser.add_argument_group("the workload: a trace, a profile, or agents")
     load.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake JSONL or delta sessions, .gz or not")
-    load.add_argument("--profile", type=Path, metavar="FILE", help="a workload profile (JSON)")
+    load.add_argument("--profile", metavar="NAME|FILE",
+                      help=f"a workload profile: {', '.join(profile_names())}, or a file (JSON)")
     load.add_argument("--agents", type=_count, metavar="K", help="agent loops (default: 16)")
     load.add_argument("--tokens", type=_count, default=30_000, metavar="N",
                       help="tokens that each agent starts with (default: %(default)s)")
@@ -125,7 +126,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--gap-s", type=_pair, default=(5.0, 30.0), metavar="MIN,MAX",
                       help="seconds between a reply and the next turn (default: 5,30)")
     load.add_argument("--window-s", type=float, default=600.0, metavar="S",
-                      help="simulated seconds of agents or a profile (default: %(default)s)")
+                      help="simulated seconds of agents or a profile; one that holds recorded sessions plays them all "
+                           "(default: %(default)s)")
     parser.add_argument("--price-per-mtok", type=float, metavar="PRICE",
                         help="price of a million recomputed prompt tokens, in any currency")
     _common(parser)
@@ -176,7 +178,8 @@ def _load(args: argparse.Namespace, err: TextIO) -> Load:
         _tell(err, f"reading {args.trace}")
         return TraceLoad.of(args.trace)
     if args.profile is not None:
-        return ProfileLoad(profile=read_profile(args.profile), window_s=args.window_s)
+        profile = find_profile(args.profile)
+        return ProfileLoad(profile=profile, window_s=None if profile.recorded else args.window_s)
     gap_min_s, gap_max_s = args.gap_s
     shape = AgentShape(prefix_tokens=args.tokens, tool_tokens=args.tool_tokens, reply_tokens=args.reply_tokens,
                        gap_min_s=gap_min_s, gap_max_s=gap_max_s)

@@ -31,8 +31,8 @@ from hostcache.sizes import format_size
 from hostcache.tier import Identity, TierConfig
 from hostcache.workload.agents import AgentShape
 from hostcache.workload.blocks import ChainBuilder, block_prints
-from hostcache.workload.conversations import Frontier, Turn
-from hostcache.workload.profiles import Profile
+from hostcache.workload.conversations import Conversation, Frontier, Turn
+from hostcache.workload.profiles import Profile, conversation_turns, planned_sessions
 from hostcache.workload.traces import Trace, TraceSession, open_trace, sessions_of, trace_facts
 
 WORTH = 0.02
@@ -158,21 +158,25 @@ class AgentsLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileLoad:
-    """A mined profile for `window_s` seconds."""
+    """A profile for `window_s` seconds. None: its recorded sessions, each once at its own time, to their ends."""
 
     profile: Profile
-    window_s: float = 600.0
+    window_s: float | None = 600.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.window_s < float("inf"):
+        if self.window_s is None and not self.profile.recorded:
+            raise ConfigError(f"profile {self.profile.name} holds no recorded sessions; give a window")
+        if self.window_s is not None and not 0 < self.window_s < float("inf"):
             raise ConfigError(f"a window of {self.window_s} s; give a time over 0")
 
     def describe(self) -> dict[str, int | float | str]:
+        if self.window_s is None:
+            return {"profile": self.profile.name, "recorded sessions": len(self.profile.recorded)}
         return {"profile": self.profile.name, "sessions at a time": self.profile.sessions, "window (s)": self.window_s}
 
     @property
     def longest_tokens(self) -> int:
-        return self.profile.longest_start_tokens
+        return self.profile.longest_tokens if self.window_s is None else self.profile.longest_start_tokens
 
     @property
     def unit_tokens(self) -> int:
@@ -180,12 +184,21 @@ class ProfileLoad:
 
     @property
     def requests(self) -> int | None:
-        return None
+        return sum(len(session.turns) for session in self.profile.recorded) if self.window_s is None else None
 
     def clients(self, fleet: Fleet, loop: Loop, machine: Machine, seed: int, ended: Callable[[int], None]) -> Clients:
         limit = min(machine.max_context_tokens, machine.pool_tokens)
-        return ProfileLoops(fleet, loop, self.profile, window_s=self.window_s, identity=identity(machine.page_tokens),
-                            seed=seed, limit_tokens=limit)
+        kept = identity(machine.page_tokens)
+        if self.window_s is not None:
+            return ProfileLoops(fleet, loop, self.profile, window_s=self.window_s, identity=kept, seed=seed,
+                                limit_tokens=limit)
+        shared = self.profile.shared_tokens
+        head = Conversation(kept, seed, start_tokens=shared) if shared else None
+        sessions = [
+            (session.start_s or 0.0, conversation_turns(session, kept, seed=seed, head=head))
+            for session in planned_sessions(self.profile, seed=seed, limit_tokens=limit)
+        ]
+        return Sessions(fleet, loop, sessions, seed=seed, progress=ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
