@@ -18,7 +18,7 @@ SMOKE_FLAGS ?= --agents 3 --prefix-tokens 300 --window-s 10 --equivalence 1 --lo
 SMOKE_OUT   ?= hostcache-demo/smoke
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full bench test test-gpu test-all test-vllm check lint types dist smoke clean
+.PHONY: help demo demo-full bench bench-vllm test test-gpu test-all test-vllm check lint types dist smoke clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -31,6 +31,10 @@ demo-full: $(VENV)/.ready  ## the form of record: about 35 minutes
 
 bench: $(VENV)/.ready-dev  ## copy, bookkeeping, engine and memory measurements
 	$(BIN)/hostcache bench
+
+# Not part of bench: it needs vLLM. Part of it, or smaller: make bench-vllm BENCH_VLLM_FLAGS='--quick --stages ttft'
+bench-vllm: $(VLLM_VENV)/.ready  ## the tier inside real vLLM servers, beside vLLM without it: about 50 minutes after set-up
+	$(VLLM_BIN)/hostcache bench vllm $(BENCH_VLLM_FLAGS)
 
 test: $(VENV)/.ready-dev  ## the tests that need neither a GPU nor vLLM
 	$(BIN)/python -m pytest

@@ -320,7 +320,9 @@ class MiniVllm:
         self._schedule_running(scheduled, preempted)
         if not preempted:
             self._schedule_waiting(scheduled)
-        orders = self.wall.build(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted))
+        orders = self.wall.build(SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=preempted))
         orders = pickle.loads(pickle.dumps(orders))
         evicted, self.pool.evicted = self.pool.evicted, []
         another = self.pool.cached_block_hash_to_block.get_one_block

@@ -131,7 +131,8 @@ def test_when_less_is_taken_than_was_offered_and_that_cannot_be_had_the_load_is_
     request = Request("less", talk(0), 3)
     assert mini.wall.match(request, 0) == 8 * BLOCK
     mini.wall.allocated(request, [1, 2, 3], 3 * BLOCK)
-    orders = mini.wall.build(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=()))
+    orders = mini.wall.build(SimpleNamespace(
+        num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=()))
     assert (orders.loads, orders.unkept) == ((), ("less",))
     worker = mini.workers[0]
     worker.before_forward(orders)

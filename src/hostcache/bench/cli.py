@@ -1,8 +1,8 @@
-"""`hostcache bench copy|bookkeeping|engine|sim|memory|all`: runs a measurement, prints its table, judges its bars.
+"""`hostcache bench copy|bookkeeping|engine|sim|memory|all|vllm`: runs a measurement, prints its table, judges its bars.
 
 A measurement is a module with `run(...) -> dict` (ready for JSON) and `table(result) -> str`; how its bars are read
 stands in `MEASUREMENTS`. Nothing here is asserted by pytest: time is noisy, so bars are judged here and end in exit 3
-only under --strict.
+only under --strict. `vllm` has stages, a folder and an environment of its own (`bench.vllm.commands`): not in `all`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from hostcache.bench.demo import describe_machine
 from hostcache.bench.memory import bars as memory_bars
 from hostcache.bench.sim_speed import bars as sim_bars
+from hostcache.bench.vllm import commands as inside_vllm
 from hostcache.clock import unix_time
 from hostcache.errors import BARS_MISSED, ConfigError
 from hostcache.settings import settle
@@ -92,21 +93,24 @@ MEASUREMENTS: Mapping[str, Measurement] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     says = "; ".join(f"{name}: {each.says}" for name, each in MEASUREMENTS.items())
-    parser.add_argument("what", nargs="?", default="all", choices=[*MEASUREMENTS, "all"],
-                        help=f"{says} (default: all)")
+    parser.add_argument("what", nargs="?", default="all", choices=[*MEASUREMENTS, "all", "vllm"],
+                        help=f"{says}; vllm: the tier inside real vLLM, beside others, not part of all (default: all)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to a new JSON file too")
     parser.add_argument("--strict", action="store_true", help=f"exit {BARS_MISSED} when a bar is missed")
     parser.add_argument("--model", default="smollm2",
-                        help="of the engine and memory measurements (default: %(default)s)")
+                        help="of the engine, memory and vllm measurements (default: %(default)s)")
     parser.add_argument("--quota", default="2GiB", metavar="SIZE",
                         help="of the memory measurement (default: %(default)s)")
+    inside_vllm.add_arguments(parser)
 
 
 def run(args: argparse.Namespace, *, out: TextIO, err: TextIO,
         load: Callable[[str], ModuleType] = importlib.import_module,
         measurements: Mapping[str, Measurement] = MEASUREMENTS) -> int:
     """The exit code. Prints each table as soon as it is known; with --json one object at the end."""
+    if args.what == "vllm":
+        return inside_vllm.run(args, out=out, err=err)
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} exists; results are never overwritten: give a new name")
     names = list(measurements) if args.what == "all" else [args.what]

@@ -14,7 +14,7 @@ was promised. Reads objects of vLLM by the names of their fields; imports nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -52,9 +52,9 @@ PATIENCE = 4.0
 """A rank that says nothing of a job for so many budgets is not going to: the job is given up here."""
 
 MEASURED_TOKENS = 64
-"""A step of fewer tokens is decoding and says little about the speed of a prefill."""
+"""A step with fewer tokens than that beyond one a request is decoding and says little about the speed of a prefill."""
 
-TELL_EVERY_S = 0.25
+TELL_EVERY_S = 2.0
 
 CONFIRM_PAGES = 16
 """Pages that a running request has made are told to the tier so many at a time, and whatever there are when its prompt
@@ -92,7 +92,11 @@ class LiveRequest:
     confirm_at: int = 0
     running: bool = False
     computed_after: int = 0
-    """Tokens computed once the step is over that was built last."""
+    """Tokens computed once the step is over in which it was looked at last."""
+    due: int = 0
+    """The step in which to look at it next; 0: in every one that it is part of."""
+    decoding: bool = False
+    """All but its last token is computed once that step is over."""
     reservation: Reservation | None = None
     start: int = 0
     load: Copy | None = None
@@ -141,6 +145,10 @@ class SchedulerSide:
         self._off: str | None = None
         self._pool: Any = None
         self._live: dict[str, LiveRequest] = {}
+        self._due: dict[str, LiveRequest] = {}
+        """those to look at in every step"""
+        self._calendar: dict[int, list[LiveRequest]] = {}
+        """those that decode, by the step in which they could next have enough new pages"""
         self._copies = Copies(ranks)
         self._gone: list[tuple[int, bytes]] = []
         self._decided: list[bytes | None] = []
@@ -175,8 +183,8 @@ class SchedulerSide:
         self._unwanted.clear()
         self._decided = [None] * len(self._decided)
         for live in self._live.values():
-            live.confirmed = live.computed_after = 0
-            live.running = False
+            live.confirmed = live.computed_after = live.due = 0
+            live.running = live.decoding = False
         if self._keep_on_reset:
             self.tier.device_cleared()
         else:
@@ -262,8 +270,8 @@ class SchedulerSide:
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """vLLM gave it these blocks: local ones first, then those for what it takes of the match. Where that cannot be
         given after all no load is ordered, and the request is computed."""
-        live = self._live_of(request)
-        live.wait_until_s = None
+        live = self._due[request.request_id] = self._live_of(request)
+        live.wait_until_s, live.due, live.decoding = None, 0, False
         live.prompt_tokens = request.num_tokens
         if live.account is None and not live.settled:
             live.chain = extended(live.chain, request.block_hashes)
@@ -298,6 +306,8 @@ class SchedulerSide:
         live = self._live.pop(request.request_id, None)
         if live is None:
             return None
+        self._due.pop(request.request_id, None)
+        live.due = 0
         self.dirty = True
         self._release(live)
         if (job := live.load) is not None:
@@ -335,14 +345,7 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if (live := self._live.get(request_id)) is not None:
                 self._preempted(live)
-        tokens = 0
-        for request_id, count in output.num_scheduled_tokens.items():
-            tokens += count
-            if (live := self._live.get(request_id)) is not None:
-                computed = live.request.num_computed_tokens
-                live.computed_after = computed + count
-                if computed >= live.confirm_at or not live.running:
-                    self._scheduled(live)
+        self._advance(output.num_scheduled_tokens)
         stores: list[StoreOrder] = []
         fences = self._see_off(stores, now_s) if self._gone else ()
         if self._off is None and self._pool is not None:
@@ -352,7 +355,8 @@ class SchedulerSide:
                 self._write_eagerly(stores, now_s)
         if self._copies:
             self._watch(now_s)
-        measured = tokens >= MEASURED_TOKENS
+        tokens = output.total_num_scheduled_tokens
+        measured = tokens - len(output.num_scheduled_tokens) >= MEASURED_TOKENS
         if measured:
             self._steps.append(_Step(step=self._step, built_s=now_s, tokens=tokens))
         return Orders(step=self._step, stores=tuple(stores), loads=loads, fences=fences, report_step=measured)
@@ -395,7 +399,7 @@ class SchedulerSide:
         return self._look or bool(self._eager) or self._copies.busy
 
     def worth_telling(self, now_s: float, told_s: float) -> bool:
-        """Statistics cost as much as a step's decisions: told a few times a second, and when things come to rest."""
+        """Statistics cost as much as a step's decisions: told every two seconds, and when things come to rest."""
         return self.dirty and (now_s - told_s >= TELL_EVERY_S or not (self._live or self._copies))
 
     @property
@@ -441,6 +445,26 @@ class SchedulerSide:
         if live.reservation is not None:
             self.tier.abandon(live.reservation, Reason.ABORTED, copying=False)
             live.reservation = None
+
+    def _advance(self, scheduled: Mapping[str, int]) -> None:
+        """Look at the requests of this step that may have news. One that decodes makes a token a step at most, so it
+        has none before its time: a step of hundreds of such requests touches none of them."""
+        for live in self._calendar.pop(self._step, ()):
+            if live.due == self._step:
+                live.due = 0
+                self._due[live.request.request_id] = live
+        for request_id, live in list(self._due.items()):
+            if (count := scheduled.get(request_id)) is None:
+                continue
+            computed = live.request.num_computed_tokens
+            live.computed_after = computed + count
+            if computed >= live.confirm_at or not live.running:
+                self._scheduled(live)
+            if live.computed_after >= live.request.num_tokens:
+                del self._due[request_id]
+                live.decoding = True
+                live.due = self._step + max(1, live.confirm_at - live.computed_after)
+                self._calendar.setdefault(live.due, []).append(live)
 
     def _scheduled(self, live: LiveRequest) -> None:
         request = live.request
@@ -491,10 +515,12 @@ class SchedulerSide:
     def _preempted(self, live: LiveRequest) -> None:
         """Its blocks are free, with all that the steps so far have computed in them."""
         if live.running:
-            self._confirm(live, live.computed_after)
-            live.lost_tokens = max(live.lost_tokens, live.computed_after)
-        live.confirmed = live.computed_after = live.host_pages = 0
-        live.running = False
+            computed = live.request.num_tokens - 1 if live.decoding else live.computed_after
+            self._confirm(live, computed)
+            live.lost_tokens = max(live.lost_tokens, computed)
+        live.confirmed = live.computed_after = live.host_pages = live.due = 0
+        live.running = live.decoding = False
+        self._due.pop(live.request.request_id, None)
 
     # ---- inside: blocks that leave, or are about to
 

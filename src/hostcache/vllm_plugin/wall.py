@@ -25,8 +25,8 @@ from hostcache.vllm_plugin.step_times import StepTimes
 from hostcache.vllm_plugin.wire import JobEnd, Orders, RankReport
 from hostcache.vllm_plugin.worker_side import WorkerSide
 
-STEP_TIMES_EVERY_S = 0.5
-"""Quantiles are made at most so often."""
+STEP_TIMES_EVERY_S = 2.0
+"""Quantiles are made at most so often while there are requests."""
 
 STILL_S = 0.5
 """How long a worker waits, once, for running copies when its side has failed."""
@@ -190,7 +190,8 @@ class SchedulerWall:
         if side.worth_telling(now_s, self._told_s):
             side.dirty, self._told_s = False, now_s
             told = self._changes.take(stats.metrics(side))
-        if self.times.fresh and now_s - self._times_told_s >= STEP_TIMES_EVERY_S:
+        at_rest = not side.live_requests
+        if self.times.fresh and (at_rest or now_s - self._times_told_s >= STEP_TIMES_EVERY_S):
             self._times_told_s = now_s
             told |= self._changes.take(stats.step_metrics(self.times.report()))
         return told
