@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,12 @@ from hypothesis import strategies as st
 
 from hostcache.errors import ConfigError
 from hostcache.workload.sample_traces import synthetic_requests, write_trace
+from hostcache.workload.trace_formats.files import lines, opened
 from hostcache.workload.traces import (
     DELTA,
     MOONCAKE,
+    TraceCount,
+    TraceFacts,
     TraceFormat,
     TraceRefused,
     TraceRequest,
@@ -50,6 +56,14 @@ def rows_of(format: TraceFormat, folder: Path) -> list[Row]:
 def written(path: Path, rows: list[Row]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def counted(path: Path, waiting: int) -> TraceFacts:
+    trace = open_trace(path)
+    count = TraceCount(trace, waiting=waiting)
+    for request in trace:
+        count.add(request)
+    return count.facts()
 
 
 def refusal(path: Path) -> tuple[int, str]:
@@ -130,23 +144,26 @@ def test_a_request_without_a_session_is_one_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("waiting", [1, 7, 2**16])
 @pytest.mark.parametrize("format", [DELTA, MOONCAKE])
-def test_facts_equal_a_plain_count_whenever_ids_are_merged(
-    format: TraceFormat, waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hostcache.workload.traces._Ids.WAITING", waiting)
+def test_facts_equal_a_plain_count_whenever_ids_are_merged(format: TraceFormat, waiting: int, tmp_path: Path) -> None:
     requests = synthetic_requests(9, sessions=20, turns=10, format=format)
     write_trace(tmp_path / "a.jsonl.gz", requests, format=format)
-    facts = trace_facts(open_trace(tmp_path / "a.jsonl.gz"))
+    facts = counted(tmp_path / "a.jsonl.gz", waiting)
     seen: set[int] = set()
-    hits = references = 0
+    hits = references = hit_tokens = 0
+    shares = []
     for request in requests:
         ids = request.blocks.tolist()
         references += len(ids)
-        hits += next((i for i, block in enumerate(ids) if block not in seen), len(ids))
+        held = next((i for i, block in enumerate(ids) if block not in seen), len(ids))
+        hits += held
+        hit_tokens += sum(min(format.block_tokens, request.input_tokens - i * format.block_tokens) for i in range(held))
+        shares.append(held / len(ids))
         seen.update(ids)
     assert (facts.requests, facts.sessions) == (200, 20 if format is DELTA else 200)
     assert (facts.references, facts.distinct) == (references, len(seen))
     assert facts.infinite_hit_rate == hits / references
+    assert facts.infinite_hit_rate_tokens == hit_tokens / sum(request.input_tokens for request in requests)
+    assert facts.infinite_hit_rate_requests == pytest.approx(sum(shares) / len(shares))
     assert facts.input_tokens == sum(request.input_tokens for request in requests)
     assert facts.output_tokens == sum(request.output_tokens for request in requests)
     assert facts.longest_input_tokens == max(request.input_tokens for request in requests)
@@ -272,29 +289,35 @@ def test_a_line_that_is_no_row_is_refused_by_number(line: bytes, says: str, tmp_
     assert says in words
 
 
-def test_a_line_without_end_is_refused_before_it_fills_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostcache.workload.traces.MAX_LINE_BYTES", 1000)
-    path = written(tmp_path / "bad.jsonl", rows_of(MOONCAKE, tmp_path)[:2])
-    path.write_bytes(path.read_bytes() + b" " * 5000)
-    came, words = refusal(path)
-    assert (came, words) == (2, "bad.jsonl row 3: longer than 1000 bytes; a trace has one request a line")
+def test_a_line_without_end_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"{}\n{}\n" + b" " * 5000)
+    with opened(path) as file:
+        rows = lines(path, file, max_bytes=1000)
+        assert [number for number, _ in islice(rows, 2)] == [1, 2]
+        with pytest.raises(TraceRefused, match=r"bad\.jsonl row 3: longer than 1000 bytes; a trace has one"):
+            next(rows)
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "garbage behind"])
-def test_a_broken_gzip_file_is_refused_by_row(spoil: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    write_trace(path, synthetic_requests(1, sessions=300, turns=4), format=DELTA)
-    data = bytearray(path.read_bytes())
+def test_a_broken_packed_file_is_refused_by_row(spoil: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "a.packed"
+    write_trace(path, synthetic_requests(1, sessions=500, turns=4), format=DELTA)
+    data = bytearray(pack(path.read_bytes()))
     if spoil == "cut":
         del data[len(data) * 2 // 3 :]
+        unpacked = (zlib.decompressobj(31) if pack is gzip.compress else lzma.LZMADecompressor()).decompress(data)
     elif spoil == "flipped":
         data[-6] ^= 1  # the checksum
     else:
         data += b"garbage"
     path.write_bytes(data)
     came, words = refusal(path)
-    assert 0 < came <= 1200
-    assert words.startswith(f"a.jsonl.gz row {came + 1}: ") or spoil != "cut"
+    if spoil == "cut":
+        assert came == unpacked.count(b"\n") > 0, "whole rows before the cut are read"
+        assert words.startswith(f"a.packed row {came + 1}: ")
+    assert 0 < came <= 2_000
     assert "breaks here" in words
 
 
@@ -302,10 +325,15 @@ def test_a_broken_gzip_file_is_refused_by_row(spoil: str, tmp_path: Path) -> Non
     (b"", "holds no request"),
     (b"\n\n", "holds no request"),
     (gzip.compress(b""), "holds no request"),
-    (b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "row 1: not JSON"),
+    (lzma.compress(b""), "holds no request"),
+    (b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
+    (b"TIMESTAMP,ContextTokens\n", "row 1: not JSON"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:3d\nsize 132054902\n", "Git LFS's pointer"),
+    (b"\x1f\x8bgarbage", "row 1: the file ends or breaks here"),
+    (b"\xfd7zXZ\x00garbage", "row 1: the file ends or breaks here"),
     (b'{"timestamp": 1, "text": "hello"}\n', "no known trace format has the fields timestamp, text"),
     (b'{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.1, "input_length": 5, "output_length": 1, "type": "text", '
-     b'"turn": 1, "hash_ids": [1]}\n', "no known trace format"),
+     b'"turn": 1}\n', "no known trace format"),
 ])
 def test_what_is_no_known_trace_is_refused_in_one_line(content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
@@ -315,27 +343,24 @@ def test_what_is_no_known_trace_is_refused_in_one_line(content: bytes, says: str
 
 
 def test_a_missing_file_and_a_folder_are_refused_in_one_line(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(TraceRefused, match="cannot be read"):
+    for path, says in ((tmp_path / "none", "cannot be read"), (tmp_path, "holds no session files")):
+        with pytest.raises(TraceRefused, match=says):
             open_trace(path)
 
 
 @pytest.mark.parametrize("waiting", [1, 2**16])
-def test_an_id_that_changes_its_parent_is_refused_with_both_rows(
-    waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hostcache.workload.traces._Ids.WAITING", waiting)
+def test_an_id_that_changes_its_parent_is_refused_with_both_rows(waiting: int, tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
             for ids in ([1, 2, 3], [1, 2, 4], [9, 2**64 - 1], [8, 3], [8, 2**64 - 1])]
     with pytest.raises(TraceRefused) as caught:
-        trace_facts(open_trace(written(tmp_path / "a.jsonl", rows[:4])))
+        counted(written(tmp_path / "a.jsonl", rows[:4]), waiting)
     assert str(caught.value) == ("a.jsonl row 4: block 3 follows block 8 and in row 1 follows block 2; "
                                  "ids must be chained by prefix")
     with pytest.raises(TraceRefused, match="row 3: block 18446744073709551615 follows block 8 and in row 2 follows"):
-        trace_facts(open_trace(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[4]])))
+        counted(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[4]]), waiting)
     rows[3]["hash_ids"] = [2, 8]
     with pytest.raises(TraceRefused, match="row 3: block 2 is the first block and in row 1 follows block 1;"):
-        trace_facts(open_trace(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[3]])))
+        counted(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[3]]), waiting)
 
 
 # Samples

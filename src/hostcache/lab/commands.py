@@ -15,8 +15,8 @@ from hostcache.lab.lru import Touch
 from hostcache.lab.oracle import oracle
 from hostcache.lab.story import story, story_text
 from hostcache.lab.stream import stream_of
+from hostcache.lab.trace_commands import add_reading_arguments, add_trace_arguments, open_asked, run_trace
 from hostcache.sizes import parse_size
-from hostcache.workload.traces import open_trace
 
 _STORY = """\
 example:
@@ -53,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                formatter_class=argparse.RawDescriptionHelpFormatter)
     each.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake's conversation trace")
     each.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_trace_arguments(commands.add_parser("trace", help="read, cut, convert and check traces of five formats",
+                                            description="Traces: what is in them, parts of them, other forms."))
     each = commands.add_parser("oracle", help="what any cache could have held of a trace, at every capacity",
                                epilog=_ORACLE, description="The bound, LRU and the optimum of a trace.",
                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    each.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a trace with block ids, .gz or not")
+    each.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a trace with block ids")
+    add_reading_arguments(each)
     each.add_argument("--requests", type=int, metavar="N", help="the first N requests (default: all)")
     each.add_argument("--block-tokens", type=int, metavar="N",
                       help="read the trace's blocks as blocks of N tokens (default: the trace's own)")
@@ -71,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, argv: Sequence[str]) -> int:
     """The exit code."""
+    if args.what == "trace":
+        return run_trace(args, out=out, err=err)
     ran: dict[str, Callable[..., int]] = {"story": _story, "oracle": _oracle}
     return ran[args.what](args, out=out, err=err, pages=pages, argv=argv)
 
@@ -89,7 +94,7 @@ def _oracle(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages,
         raise ConfigError("--host-tokens is given without --pool-tokens; a host tier stands behind a device pool")
     token_bytes = None if args.kv_bytes_per_token is None else parse_size(args.kv_bytes_per_token,
                                                                           name="--kv-bytes-per-token")
-    stream = stream_of(open_trace(args.trace), limit=args.requests, block_tokens=args.block_tokens)
+    stream = stream_of(open_asked(args), limit=args.requests, block_tokens=args.block_tokens)
     document = {
         "version": 1, "trace": args.trace.name, "command": ["hostcache", *argv], "kv_bytes_per_token": token_bytes,
         **oracle(stream, pool_tokens=args.pool_tokens, host_tokens=args.host_tokens, touch=args.touch,
