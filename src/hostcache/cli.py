@@ -13,7 +13,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,8 @@ examples:
   hostcache vllm serve MODEL               the tier inside vLLM; what stands after -- is vLLM's
   hostcache doctor                         is this machine fit, and does a small server restore what it evicted?
   hostcache demo                           tier off against tier on, with the real engine (about five minutes)
+  hostcache bench agents                   agent loops against a server on 127.0.0.1:8000, any that speaks OpenAI's API
+  hostcache lab oracle --trace FILE        what any cache could have held of a trace
   hostcache config show                    every setting, its value and where it came from
 
 Every setting is a flag (--host-cache-bytes), an environment variable (HOSTCACHE_HOST_CACHE_BYTES) and a key in
@@ -176,13 +178,13 @@ def _parser(arguments: Sequence[str]) -> _Parser:
     asked = next((each for each in arguments if not each.startswith("-")), None)
     for name, module, text in (
         ("demo", "hostcache.bench.demo", "tier off against tier on, with the real engine"),
-        ("bench", "hostcache.bench.cli", "measure copies, bookkeeping, the engine, memory and the simulator"),
+        ("bench", "hostcache.bench.cli", "measure any OpenAI server with a prefix cache, and our own parts"),
         ("sim", "hostcache.sim.commands", "simulate: plan a host size, re-play the published fleet, hunt for faults"),
         ("lab", "hostcache.lab.commands", "reconcile: what a cache could have held of a trace, and what an engine did"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.set_defaults(run={"demo": _demo, "bench": _bench, "sim": partial(_sim, argv=arguments),
-                                  "lab": partial(_lab, argv=arguments)}[name])
+        ran = {"bench": _bench, "sim": _sim, "lab": _lab}.get(name)
+        command.set_defaults(run=_demo if ran is None else partial(ran, argv=arguments))
         if asked == name:  # its own module knows its arguments; the others need not load it
             with _needs("all"):
                 importlib.import_module(module).add_arguments(command)
@@ -354,10 +356,15 @@ def _demo(args: argparse.Namespace) -> int:
         return demo.run(args, out=sys.stdout, err=sys.stderr, tables=demo_text, page=demo_html)
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench(args: argparse.Namespace, argv: Sequence[str]) -> int:
     with _needs("all"):
-        run: Callable[..., int] = importlib.import_module("hostcache.bench.cli").run
-        return run(args, out=sys.stdout, err=sys.stderr)
+        from hostcache.bench import cli as bench
+        from hostcache.bench.tools import Pages
+        from hostcache.report.bench_page import bench_html, bench_markdown, bench_text
+        from hostcache.sim.published import published_document
+
+        pages = Pages(text=bench_text, markdown=bench_markdown, html=bench_html, published=published_document())
+        return bench.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=["hostcache", *argv])
 
 
 def _sim(args: argparse.Namespace, argv: Sequence[str]) -> int:

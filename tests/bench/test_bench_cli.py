@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from hostcache.bench import memory
-from hostcache.bench.cli import MEASUREMENTS, add_arguments, run
+from hostcache.bench.cli import add_arguments
+from hostcache.bench.measurements import MEASUREMENTS, run
 from hostcache.bench.progress import PLAIN_EVERY_S, Progress
 from hostcache.clock import VirtualClock
 from hostcache.errors import ConfigError

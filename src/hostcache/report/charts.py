@@ -165,6 +165,8 @@ class _Frame:
     log_x: bool
     y_most: float
     y_ticks: tuple[float, ...]
+    y_least: float | None = None
+    """The value at the foot of a logarithmic y axis; None: linear from 0."""
 
     def x(self, value: float) -> float:
         left, right = _PLOT_LEFT + _INSET, _WIDTH - _PLOT_RIGHT - _INSET
@@ -174,6 +176,9 @@ class _Frame:
         return (left + right) / 2 if high == low else left + (value - low) / (high - low) * (right - left)
 
     def y(self, value: float) -> float:
+        if self.y_least is not None:
+            share = math.log(max(value, self.y_least) / self.y_least) / math.log(self.y_most / self.y_least)
+            return _PLOT_FOOT - share * (_PLOT_FOOT - _PLOT_TOP)
         return _PLOT_FOOT - value / self.y_most * (_PLOT_FOOT - _PLOT_TOP)
 
 
@@ -194,14 +199,22 @@ def round_ticks(most: float, wanted: int = 5) -> tuple[float, ...]:
     return tuple(round(i * step, 12) for i in range(count + 1))
 
 
-def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
-    right, under = _WIDTH - _PLOT_RIGHT, _PLOT_FOOT + _TEXT_ROW
+def _y_grid(frame: _Frame, y: Axis) -> list[str]:
+    right = _WIDTH - _PLOT_RIGHT
     marks = []
     for value in frame.y_ticks:
         at = frame.y(value)
         marks.append(f'<line class="grid" x1="{_PLOT_LEFT}" y1="{at:.2f}" x2="{right}" y2="{at:.2f}"/>'
                      f'<text class="tick" x="{_PLOT_LEFT - 8}" y="{at + 4.5:.2f}" text-anchor="end">'
                      f"{escape(y.write(value))}</text>")
+    marks.append(f'<line class="axis" x1="{_PLOT_LEFT}" y1="{_PLOT_FOOT}" x2="{right}" y2="{_PLOT_FOOT}"/>')
+    marks.append(f'<text class="axis-name" x="{_PLOT_LEFT}" y="14">{escape(y.name)}</text>')
+    return marks
+
+
+def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
+    under = _PLOT_FOOT + _TEXT_ROW
+    marks = _y_grid(frame, y)
     ticks = x.ticks or (frame.low, frame.high)
     for i, value in enumerate(ticks):
         at = frame.x(value)
@@ -209,8 +222,6 @@ def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
         for j, (kind, text) in enumerate([("tick", x.write(value)), *(("value", texts[i]) for _, texts in x.rows)]):
             marks.append(f'<text class="{kind}" x="{at:.2f}" y="{under + j * _TEXT_ROW}" text-anchor="middle">'
                          f"{escape(text)}</text>")
-    marks.append(f'<line class="axis" x1="{_PLOT_LEFT}" y1="{_PLOT_FOOT}" x2="{right}" y2="{_PLOT_FOOT}"/>')
-    marks.append(f'<text class="axis-name" x="{_PLOT_LEFT}" y="14">{escape(y.name)}</text>')
     if x.rows:
         for j, name in enumerate([x.name, *(name for name, _ in x.rows)]):
             marks.append(f'<text class="axis-name" x="0" y="{under + j * _TEXT_ROW}">{escape(name)}</text>')
@@ -311,3 +322,154 @@ def line_legend(entries: Sequence[tuple[str, bool, str]]) -> str:
         f'<li><svg class="key-line" viewBox="0 0 34 12" aria-hidden="true">'
         f'<line class="line {escape(series)}{" dashed" if dashed else ""}" x1="0" y1="6" x2="34" y2="6"/></svg>'
         f"{escape(text)}</li>" for series, dashed, text in entries) + "</ul>"
+
+
+# --- clouds ---------------------------------------------------------------------------------------------------------
+
+
+_CLOUD_RADIUS = 2.8
+_DEPTH = 1e6
+
+
+def scatter_chart(clouds: Sequence[Line], *, name: str, description: str, x: Axis, y: Axis,
+                  rules: Sequence[Rule] = (), failed: Sequence[Point] = ()) -> str:
+    """One dot a point on a logarithmic y axis; dashed clouds have hollow dots. `failed`: crosses on the upper edge at
+    their x, for what has no y. Values under a millionth of the highest stand on the foot.
+
+    Raises ValueError where there is nothing to draw.
+    """
+    points = [point for cloud in clouds for point in cloud.points]
+    places = [point.x for point in [*points, *failed]]
+    if not places:
+        raise ValueError(f"the chart {name!r} has no point to draw")
+    top = max([point.y for point in points], default=1.0)
+    top = top if top > 1e-9 else 1.0
+    ticks = _decades([top, *(point.y for point in points if point.y > top / _DEPTH)])
+    xs = round_ticks(max(places)) if max(places) > 1e-9 else (0.0,)
+    frame = _Frame(low=0.0, high=xs[-1], log_x=False, y_most=ticks[-1], y_ticks=ticks, y_least=ticks[0])
+    marks = [*_y_grid(frame, y), *_x_name(x.name), *_rules(frame, rules)]
+    for value in xs:
+        marks.append(f'<text class="tick" x="{frame.x(value):.2f}" y="{_PLOT_FOOT + _TEXT_ROW}" text-anchor="middle">'
+                     f"{escape(x.write(value))}</text>")
+    for cloud in clouds:
+        marks += [_dot(frame, cloud, point) for point in cloud.points]
+    for point in failed:
+        at = frame.x(point.x)
+        marks.append(f'<path class="cross" d="M{at - 4:.2f} {_PLOT_TOP - 4}l8 8m0 -8l-8 8" data-x="{point.x!r}">'
+                     f"<title>{escape(point.label)}</title></path>")
+    return _drawing(name, description, _PLOT_FOOT + 14 + 2 * _TEXT_ROW, "chart lines", marks)
+
+
+def _dot(frame: _Frame, cloud: Line, point: Point) -> str:
+    hollow = " dashed" if cloud.dashed else ""
+    return (f'<circle class="dot cloud {escape(cloud.series)}{hollow}" cx="{frame.x(point.x):.2f}" '
+            f'cy="{frame.y(point.y):.2f}" r="{_CLOUD_RADIUS}" data-x="{point.x!r}" data-value="{point.y!r}">'
+            f"<title>{escape(point.label)}</title></circle>")
+
+
+def _rules(frame: _Frame, rules: Sequence[Rule]) -> list[str]:
+    """Lines where something began; texts in two rows, one that finds no room is left to the line's title."""
+    marks = []
+    taken = [float("-inf")] * 2
+    for rule in sorted(rules, key=lambda rule: rule.x):
+        at = frame.x(rule.x)
+        marks.append(f'<line class="rule" x1="{at:.2f}" y1="{_PLOT_TOP}" x2="{at:.2f}" y2="{_PLOT_FOOT}">'
+                     f"<title>{escape(rule.text)}</title></line>")
+        wide = len(rule.text) * _LETTER
+        row = next((i for i, until in enumerate(taken) if at > until and at + wide <= _WIDTH), None)
+        if row is not None:
+            marks.append(f'<text class="rule-text" x="{at:.2f}" y="{_PLOT_TOP - 4 - 11 * row}">{escape(rule.text)}'
+                         "</text>")
+            taken[row] = at + wide + 6
+    return marks
+
+
+def _decades(values: Sequence[float]) -> tuple[float, ...]:
+    """Powers of ten around all values; with 2 and 5 between where there are few."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+    steps = (1.0, 2.0, 5.0) if high - low <= 2 else (1.0,)
+    return (*(step * 10.0 ** power for power in range(low, high) for step in steps), 10.0 ** high)
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column. `label` is its tooltip, `short` what is written above it ("": nothing). A hollow one is outlined."""
+
+    series: str
+    value: float
+    label: str
+    short: str = ""
+    hollow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Columns side by side over one name; None leaves the place of a column empty."""
+
+    name: str
+    columns: tuple[Column | None, ...]
+
+
+def column_chart(groups: Sequence[Group], *, name: str, description: str, x_name: str, y: Axis,
+                 touching: bool = False, level: Point | None = None) -> str:
+    """Groups of upright columns from a common zero; `touching`: without gaps between the groups, as in a histogram.
+    `level`: a line across at its y. Raises ValueError where there is no column, or one below 0."""
+    values = [column.value for group in groups for column in group.columns if column is not None]
+    if not values or min(values) < 0:
+        raise ValueError(f"the chart {name!r} has no column to draw, or one below 0")
+    top = max([*values, *([level.y] if level else [])])
+    ticks = y.ticks or round_ticks(top if top > 1e-9 else 1.0)
+    frame = _Frame(low=0.0, high=1.0, log_x=False, y_most=max(top, ticks[-1]), y_ticks=ticks)
+    left, right = float(_PLOT_LEFT), float(_WIDTH - _PLOT_RIGHT)
+    step = (right - left) / len(groups)
+    marks = [*_y_grid(frame, y), *_x_name(x_name)]
+    every = max(1, math.ceil(max(len(group.name) for group in groups) * _LETTER / step))
+    for i, group in enumerate(groups):
+        marks += _columns(frame, group, left + i * step, step, 0.0 if touching else min(0.3, 0.08 * step / 2))
+        if i % every == 0:
+            marks.append(f'<text class="tick" x="{left + (i + .5) * step:.2f}" y="{_PLOT_FOOT + _TEXT_ROW}" '
+                         f'text-anchor="middle">{escape(group.name)}</text>')
+    if level is not None:
+        at = frame.y(level.y)
+        marks.append(f'<line class="rule" x1="{left}" y1="{at:.2f}" x2="{right}" y2="{at:.2f}">'
+                     f"<title>{escape(level.label)}</title></line>")
+        if level.short:
+            marks.append(f'<text class="rule-text" x="{right:.2f}" y="{at - 4:.2f}" text-anchor="end">'
+                         f"{escape(level.short)}</text>")
+    return _drawing(name, description, _PLOT_FOOT + 14 + 2 * _TEXT_ROW, "chart lines", marks)
+
+
+def _columns(frame: _Frame, group: Group, left: float, step: float, gap: float) -> list[str]:
+    wide = step * (1 - 2 * gap) / max(1, len(group.columns))
+    wide = min(wide, 64.0) if gap else wide
+    start = left + (step - wide * len(group.columns)) / 2
+    marks = []
+    for i, column in enumerate(group.columns):
+        if column is None:
+            continue
+        x, y = start + i * wide, frame.y(column.value)
+        hollow = " hollow" if column.hollow else ""
+        marks.append(
+            f'<rect class="mark {escape(column.series)}{hollow}" x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" '
+            f'height="{max(0.0, _PLOT_FOOT - y):.2f}" data-value="{column.value!r}">'
+            f"<title>{escape(column.label)}</title></rect>")
+        if column.short and len(column.short) * _LETTER <= max(wide, step / len(group.columns)):
+            marks.append(f'<text class="value" x="{x + wide / 2:.2f}" y="{y - 5:.2f}" text-anchor="middle">'
+                         f"{escape(column.short)}</text>")
+    return marks
+
+
+def _x_name(name: str) -> list[str]:
+    """Under the ticks, in a row of its own."""
+    return [f'<text class="axis-name" x="{_PLOT_LEFT}" y="{_PLOT_FOOT + 2 * _TEXT_ROW}">{escape(name)}</text>']
+
+
+def _drawing(name: str, description: str, height: float, kind: str, marks: Sequence[str]) -> str:
+    slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
+    return (f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-labelledby="{slug}-t {slug}-d" class="{kind}">\n'
+            f'<title id="{slug}-t">{escape(name)}</title>\n<desc id="{slug}-d">{escape(description)}</desc>\n'
+            + "\n".join(marks) + "\n</svg>")

@@ -217,7 +217,14 @@ class Published:
 @functools.cache
 def published() -> Published:
     """The published fleet. Read once; nothing in it can be changed."""
-    return parse(json.loads(files("hostcache.sim").joinpath("published_fleet.json").read_text(encoding="utf-8")))
+    return parse(published_document())
+
+
+def published_document() -> dict[str, Any]:
+    """The file's content, for whoever shows it beside something else."""
+    document: dict[str, Any] = json.loads(
+        files("hostcache.sim").joinpath("published_fleet.json").read_text(encoding="utf-8"))
+    return document
 
 
 def figures() -> tuple[Figure, ...]:

@@ -77,8 +77,12 @@ _SIZE_FLAGS = ("window_s", "agents", "prefix_tokens", "prompt_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Beyond --json, --out, --strict and --model, which the other measurements have too."""
-    group = parser.add_argument_group("of the vllm measurement (--out: a new folder)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="new folder (default: the next hostcache-bench-vllm/NNN)")
+    parser.add_argument("--strict", action="store_true", help=f"exit {BARS_MISSED} when a bar is missed")
+    parser.add_argument("--model", default="smollm2", help="name or Hugging Face directory (default: %(default)s)")
+    group = parser.add_argument_group("sizes and stages")
     group.add_argument("--quick", action="store_true", help="smaller and fewer: about 15 minutes instead of 50")
     group.add_argument("--stages", default=",".join(STAGES), metavar="LIST", help="some of %(default)s")
     group.add_argument("--other", action="append", default=[], metavar="NAME=JSON",
