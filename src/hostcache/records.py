@@ -8,6 +8,7 @@ from half a record would look like a measurement.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -462,13 +463,20 @@ def from_json(value: Mapping[str, Any]) -> Record:
 def _build(cls: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise RecordRefused(f"{where} is {type(value).__name__}, not an object")
-    hints = get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(cls)}
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable, whatever its metaclass says
+    names = hints.keys()
     if unknown := sorted(set(value) - names):
         raise RecordRefused(f"{where} has the unknown field {unknown[0]!r}")
     if missing := sorted(names - set(value)):
         raise RecordRefused(f"{where} lacks the field {missing[0]!r}")
     return cls(**{name: _value(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Field → type; resolving them takes longer than reading a record."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -212,9 +212,12 @@ class OpenAIClient:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def ask(self, ask: Ask, *, model: str, rng: Random) -> Heard:
-        """Sends it; refusals are waited out. `rng` jitters the waits. Raises nothing for what a server does."""
-        body = self._body(ask, model)
+    async def ask(self, ask: Ask, *, model: str, rng: Random, body: bytes | None = None) -> Heard:
+        """Sends it; refusals are waited out. `rng` jitters the waits. Raises nothing for what a server does.
+
+        `body`: what `encoded` gave for this Ask, where it was made ahead of time (a long prompt takes milliseconds).
+        """
+        body = body or self.encoded(ask, model)
         path = _PATHS[ask.endpoint]
         sent_s = attempt_s = self.clock.now()
         retries: list[RetryNote] = []
@@ -256,7 +259,8 @@ class OpenAIClient:
             finish_reason=heard.finish_reason, usage=heard.usage, ttft_s=heard.first_token_s - heard.sent_s,
             duration_s=duration_s, retries=heard.retries)
 
-    def _body(self, ask: Ask, model: str) -> bytes:
+    def encoded(self, ask: Ask, model: str) -> bytes:
+        """The request's body."""
         body: dict[str, Any] = {
             "model": model, "prompt" if ask.endpoint == "completions" else "messages": ask.prompt,
             "max_tokens": ask.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}

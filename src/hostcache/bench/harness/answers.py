@@ -120,7 +120,7 @@ def _same(part: str, session: str, answers: Mapping[str, RequestRecord], page: o
           restores: float | None) -> Document:
     cold, again, device, restored = (answers.get(role) for role in ("cold", "cold-again", "reuse", "restored"))
     against = _differs(cold, restored)
-    missing = _proof_missing(restored, device, page, restores)
+    missing = _not_cold(cold, again) or _proof_missing(restored, device, page, restores)
     cold_s, restored_s = (None if each is None else _answered_ttft(each) for each in (cold, restored))
     return {
         "part": part, "session": session, "prompt_tokens": cold.prompt_tokens if cold else None,
@@ -129,8 +129,8 @@ def _same(part: str, session: str, answers: Mapping[str, RequestRecord], page: o
         "host_tokens": restored.host_tokens if restored else None,
         "cached_tokens": restored.cached_tokens if restored else None,
         "cold_ttft_s": cold_s, "restored_ttft_s": restored_s, "ttft_ratio": ratio(cold_s, restored_s),
-        "verdict": ("different" if against["same"] is False else
-                    "unproven" if missing or against["same"] is None else "identical"),
+        "verdict": ("unproven" if missing or against["same"] is None else
+                    "identical" if against["same"] else "different"),
         "why": against["why"] or missing,
     }
 
@@ -151,6 +151,12 @@ def _differs(one: RequestRecord | None, other: RequestRecord | None) -> Document
     return {"same": same, "at": None, "why": "" if same else "the texts differ; no token ids to say where"}
 
 
+def _not_cold(*answers: RequestRecord | None) -> str:
+    """Which cold answer was none; empty where each was, as far as the server says."""
+    warm = next((each for each in answers if each is not None and each.cached_tokens), None)
+    return "" if warm is None else f"{warm.role}: {warm.cached_tokens} tokens came from a cache"
+
+
 def _proof_missing(restored: RequestRecord | None, device: RequestRecord | None, page: object,
                    restores: float | None) -> str:
     """Why nobody can say that this was a restore; empty where it was one."""
@@ -162,7 +168,7 @@ def _proof_missing(restored: RequestRecord | None, device: RequestRecord | None,
         return "" if restores and restored.cached_tokens else "the server does not say what was restored"
     if not restored.host_tokens:
         return "nothing was restored"
-    left, least = restored.device_tokens or 0, page if isinstance(page, int) else restored.host_tokens
+    left, least = restored.device_tokens or 0, page if isinstance(page, int) and page else restored.host_tokens
     return f"{left} tokens were still on the device" if left >= least else ""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hostcache.bench.harness.agents import AgentsParameters
+from hostcache.bench.harness.equivalence import EquivalenceParameters
+from hostcache.bench.harness.ladder import LadderParameters
 from hostcache.bench.harness.parameters import from_table
 from hostcache.bench.harness.replay import ProfileParameters, ReplayParameters
 from hostcache.bench.harness.rotate import RotateParameters
@@ -17,6 +19,13 @@ PLAYED: Mapping[str, type[Played]] = {
     each.NAME: each for each in (RotateParameters, AgentsParameters, ProfileParameters, ReplayParameters)
 }
 """Workloads that are played by clients."""
+
+Known = Played | LadderParameters | EquivalenceParameters
+
+WORKLOADS: Mapping[str, type[Known]] = {
+    **PLAYED, LadderParameters.NAME: LadderParameters, EquivalenceParameters.NAME: EquivalenceParameters,
+}
+"""All of them: a table may name any."""
 
 
 def played(name: str, table: Mapping[str, Any], *, where: str = "parameters") -> Played:

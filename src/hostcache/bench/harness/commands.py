@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, get_type_hints
 
 from hostcache.bench.harness.agents import AgentsParameters
-from hostcache.bench.harness.catalogue import Played
+from hostcache.bench.harness.catalogue import WORKLOADS as CATALOGUE
+from hostcache.bench.harness.catalogue import Known
 from hostcache.bench.harness.cell import CellSpec, run_cell
-from hostcache.bench.harness.cellfile import RECORDS, cell_state
+from hostcache.bench.harness.cellfile import RECORDS, cell_state, whole_records
+from hostcache.bench.harness.equivalence import judge
 from hostcache.bench.harness.replay import ProfileParameters, ReplayParameters
-from hostcache.bench.harness.rotate import RotateParameters
 from hostcache.bench.harness.target import Target
 from hostcache.bench.servers import SILENCE_S
 from hostcache.clock import Clock, WallClock
@@ -38,6 +39,8 @@ Missed = Callable[[Path], Sequence[str]]
 WORKLOADS: Mapping[str, str] = {
     "rotate": "C clients over S sessions in turn: segments with and without pressure, idle pauses, recovery",
     "agents": "K agents in a closed loop, a ramp over K; or a mined profile, or a recorded trace",
+    "ladder": "prompts of several sizes cold, again and after eviction; decode at 1, 3 and 6 streams",
+    "equivalence": f"cold against device and restored answers, token by token; exit {BARS_MISSED} when they differ",
 }
 
 
@@ -46,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser, workload: str) -> None:
     add_target_arguments(parser)
     add_run_arguments(parser)
     sizes = parser.add_argument_group("workload")
-    if workload == "rotate":
-        _add_fields(sizes, RotateParameters, {"clients": "--concurrency"})
+    if workload != "agents":
+        _add_fields(sizes, CATALOGUE[workload], {"clients": "--concurrency"})
         return
     _add_fields(sizes, AgentsParameters, {"points": "--concurrency"})
     recorded = parser.add_argument_group("workload, from a profile or a trace")
@@ -128,6 +131,11 @@ def run(args: argparse.Namespace, workload: str, *, out: TextIO, err: TextIO, cl
         err.write(f"interrupted; `--resume {folder}` goes on with it\n")
         return INTERRUPTED
     out.write(f"{path}\n" if tell is None else tell(path, args.json))
+    if workload == "equivalence":
+        judgement = judge(whole_records(path))
+        (err if args.json else out).write("".join(f"{line}\n" for line in judgement.lines))
+        if judgement.exit_code:
+            return judgement.exit_code
     names = missed(path) if missed is not None and args.strict else ()
     if names:
         err.write(f"missed: {'; '.join(names)}\n")
@@ -148,7 +156,7 @@ def target_of(args: argparse.Namespace) -> Target:
                   quota_bytes=quota, api_key=args.api_key, model=args.model, silence_s=args.silence_s)
 
 
-def spec_of(args: argparse.Namespace, workload: Played, target: Target, argv: Sequence[str]) -> CellSpec:
+def spec_of(args: argparse.Namespace, workload: Known, target: Target, argv: Sequence[str]) -> CellSpec:
     """Raises ConfigError."""
     if args.processes < 1:
         raise ConfigError(f"--processes is {args.processes}; give at least 1")
@@ -162,10 +170,10 @@ def spec_of(args: argparse.Namespace, workload: Played, target: Target, argv: Se
         metadata=_pairs(args.metadata, "=", "--metadata", str), command=_without_key(argv))
 
 
-def workload_of(args: argparse.Namespace, workload: str) -> Played:
+def workload_of(args: argparse.Namespace, workload: str) -> Known:
     """Raises ConfigError for arguments that do not go together."""
-    if workload == "rotate":
-        return RotateParameters(**_given(args, RotateParameters))
+    if workload != "agents":
+        return CATALOGUE[workload](**_given(args, CATALOGUE[workload]))
     if args.profile is not None and args.trace is not None:
         raise ConfigError("--profile and --trace are both given; give one of them")
     cls: type[AgentsParameters] | type[ProfileParameters] | type[ReplayParameters] = AgentsParameters

@@ -113,11 +113,11 @@ class Desk:
         ask = Ask(endpoint="chat" if self._mode == "chat" else "completions", prompt=question.prompt,
                   max_tokens=question.max_tokens, extra=question.extra, ignore_eos=self._ignore_eos,
                   want_ids=self._want_ids)
-        digest = prompt_sha256(question.prompt)
+        digest, body = prompt_sha256(question.prompt), self._client.encoded(ask, self._model)
         await self._until(question.due_s)
         sent_s = self.clock.now()
         try:
-            heard = await self._client.ask(ask, model=self._model, rng=self._retry[question.client])
+            heard = await self._client.ask(ask, model=self._model, rng=self._retry[question.client], body=body)
         except asyncio.CancelledError:
             heard = aborted(sent_s, self.clock.now())
             self._emit(record_of(question, heard, segment, part, digest))
