@@ -94,7 +94,7 @@ def worker_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any, kv
             prepare = partial(start_pinning, on_device)
         else:
             copier = _thread_copier(blocks, slabs, clock, fault)
-            prepare = partial(start_prefault, slabs)
+            prepare = partial(start_prefault, slabs, clock)
     except HostCacheError as refusal:
         off = str(refusal)
         say(f"hostcache: this rank runs without the tier: {off}")
