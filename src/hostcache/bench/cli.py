@@ -14,6 +14,7 @@ from typing import TextIO
 
 from hostcache.bench import measurements, tools
 from hostcache.bench.harness import commands as workloads
+from hostcache.bench.harness import matrix_commands
 from hostcache.bench.tools import Pages, document_of, missed_bars
 from hostcache.bench.vllm import commands as inside_vllm
 
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in workloads.WORKLOADS.items():
         workloads.add_arguments(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.",
                                                     formatter_class=raw), name)
+    matrix_commands.add_arguments(commands.add_parser(
+        "matrix", help="a file of cells and arms, run one after the other, resumable", formatter_class=raw,
+        description="Runs a matrix of cells and arms; docs/matrix.md has the file's form."))
     tools.add_tools(commands)
     for name, each in measurements.MEASUREMENTS.items():
         measurements.add_arguments(commands.add_parser(name, help=f"measures {each.says}"))
@@ -41,6 +45,11 @@ def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, arg
         return tools.run(args, out=out, err=err, pages=pages)
     if what in workloads.WORKLOADS:
         return _workload(args, what, out=out, err=err, pages=pages, argv=argv)
+    if what == "matrix":
+        return matrix_commands.run(
+            args, out=out, err=err, argv=argv, tell=lambda document: pages.text(dict(document), pages.published),
+            pages=lambda document: {"report.md": pages.markdown(dict(document), pages.published),
+                                    "report.html": pages.html(dict(document), pages.published)})
     if what == "vllm":
         return inside_vllm.run(args, out=out, err=err)
     return measurements.run(args, out=out, err=err)

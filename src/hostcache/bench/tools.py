@@ -14,6 +14,7 @@ from typing import Any, TextIO, get_args
 
 from hostcache.bench.harness.cellfile import RECORDS, whole_records
 from hostcache.bench.harness.figures import bench_document
+from hostcache.bench.harness.matrix_folder import counted_files
 from hostcache.bench.harness.summaries import parse_goodput
 from hostcache.errors import BARS_MISSED, ConfigError, HostCacheError
 from hostcache.records import CellRecord, Record
@@ -164,7 +165,7 @@ def cells_in(folders: Iterable[Path]) -> list[list[Record]]:
     """The records of every cell in or below the folders. Raises ConfigError where there is none."""
     found: list[list[Record]] = []
     for folder in folders:
-        paths = [folder] if folder.is_file() else sorted(folder.rglob(RECORDS))
+        paths = [folder] if folder.is_file() else counted_files(folder) or sorted(folder.rglob(RECORDS))
         files = [records for records in map(list, map(whole_records, paths))
                  if any(isinstance(each, CellRecord) for each in records)]
         if not files:

@@ -7,14 +7,13 @@ import io
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hostcache.bench.harness import matrix_commands
 from hostcache.bench.harness.matrix_file import Matrix, parse_matrix
 
 PLAY = Path(__file__).with_name("matrix_play.py")
-_MOCK = (sys.executable, str(PLAY), "serve-mock")
+_MOCK = (sys.executable, "-m", "hostcache", "bench", "mock")
 _QUICK = ("--device-blocks", "64", "--base-s", "0.0005", "--s-per-token", "0.000001", "--itl-s", "0", "--port",
           "{port}")
 
@@ -37,16 +36,6 @@ def arms(off: Sequence[str] = (), on: Sequence[str] = ("--host-blocks", "512")) 
 
 def matrix_of(text: str, *, quick: bool = False) -> Matrix:
     return parse_matrix(text, file="m.toml", quick=quick)
-
-
-def on_our_mock(matrix: Matrix) -> Matrix:
-    """The same with this folder's mock in place of `hostcache bench mock`."""
-    def one(start: tuple[str, ...]) -> tuple[str, ...]:
-        at = start.index("mock") + 1
-        return (*_MOCK, *start[at:])
-
-    return replace(matrix, runs=tuple(replace(run, target=replace(run.target, start=one(run.target.start)))
-                                      for run in matrix.runs))
 
 
 def parsed(*argv: str) -> argparse.Namespace:

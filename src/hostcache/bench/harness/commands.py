@@ -167,7 +167,7 @@ def spec_of(args: argparse.Namespace, workload: Known, target: Target, argv: Seq
         cell=args.cell or workload.NAME, arm=target.arm, workload=workload, seed=args.seed, mode=args.prompts,
         corpus=args.corpus, processes=args.processes, salt=args.salt, bars=_pairs(args.bar, ":", "--bar", float),
         goodput=goodput, lag_bar_ms=args.lag_bar_ms,
-        metadata=_pairs(args.metadata, "=", "--metadata", str), command=_without_key(argv))
+        metadata=_pairs(args.metadata, "=", "--metadata", str), command=without_key(argv))
 
 
 def workload_of(args: argparse.Namespace, workload: str) -> Known:
@@ -229,7 +229,7 @@ def _pairs(texts: Sequence[str], between: str, flag: str, kind: Callable[[str], 
     return pairs
 
 
-def _without_key(argv: Sequence[str]) -> tuple[str, ...]:
+def without_key(argv: Sequence[str]) -> tuple[str, ...]:
     """The command for the records: a key is nobody else's business."""
     words, hide = [], False
     for word in argv:
