@@ -42,6 +42,7 @@ THIRD_PARTY = {
     "transformers": ("bench",),
     "hypothesis": ("testing",),
     "numba": ("lab",),
+    "yaml": ("lab",),
     "vllm": ("vllm_plugin", "bench.vllm.offload_spec"),
     "prometheus_client": ("vllm_plugin",),
 }
