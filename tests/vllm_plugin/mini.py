@@ -51,6 +51,9 @@ class HashMap:
     def __init__(self) -> None:
         self.blocks: dict[bytes, dict[int, Block]] = {}
 
+    def __len__(self) -> int:
+        return sum(bool(blocks) for blocks in self.blocks.values())
+
     def get_one_block(self, key: bytes) -> Block | None:
         return next(iter(self.blocks.get(key, {}).values()), None)
 

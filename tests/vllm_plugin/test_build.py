@@ -129,8 +129,9 @@ def test_blocks_that_this_step_overwrites_are_saved_before_it_does(one: OneGpu) 
 
 def test_vllm_serves_before_the_memory_is_pinned_and_all_of_it_is_in_the_end(one: OneGpu) -> None:
     worker = one.worker()
-    assert one.gpu.calls("cuMemHostRegister_v2") == 0
     worker.before_forward(Orders(step=1))
+    assert one.gpu.calls("cuMemHostRegister_v2") == 0
+    worker.before_forward(Orders(step=2, prepare=True))
     give_up_s = one.clock.now() + PATIENCE_S
     while sum(one.gpu.pinned.values()) < 20 * LAYERS * BLOCK_BYTES and one.clock.now() < give_up_s:
         worker.finished()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,6 +47,21 @@ def test_without_pressure_nothing_moves_and_nothing_is_held() -> None:
     fill(mini, range(8))
     counters = mini.side.tier.stats().counters
     assert (counters.stores_issued, counters.pins_taken, counters.store_bytes, counters.restores) == (0, 0, 0, 0)
+    mini.at_rest()
+
+
+def test_host_memory_is_readied_once_and_not_before_the_pool_is_half_full() -> None:
+    readied: list[int] = []
+
+    class Noting(WorkerSide):
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**{**parts, "prepare": lambda: readied.append(len(mini.pool.cached_block_hash_to_block))})
+
+    mini = MiniVllm(blocks=100, worker=Noting)
+    fill(mini, range(5))
+    assert readied == []
+    fill(mini, range(5, 20))
+    assert [50 <= blocks < 60 for blocks in readied] == [True]
     mini.at_rest()
 
 

@@ -74,7 +74,7 @@ def worker_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any, kv
                 cuda: Callable[[], CudaRuntime] = this_device) -> WorkerSide:
     """Never raises for want of memory or for a layout it does not know: then this rank copies nothing, and says so.
 
-    Memory is pinned, or touched, on a thread that starts with the first step, so that vLLM serves meanwhile.
+    Memory is pinned, or touched, on a thread that starts when the pool fills: an engine under no pressure takes none.
     """
     copier: Copier | None = None
     off: str | None = None
@@ -88,7 +88,7 @@ def worker_side(config: PluginConfig, vllm_config: Any, kv_cache_config: Any, kv
         check_quota(config.host_cache_bytes)  # of all ranks: they share the machine
         slabs = Slabs(sizes.frames * expected, expected)
         device = str(vllm_config.device_config.device_type)
-        # Not before every rank has looked whether there is memory for all: by its first step each has.
+        # Never before every rank has looked whether there is memory for all: by its first step each has.
         if device == "cuda":
             copier = on_device = CudaCopier(cuda(), blocks.layout, blocks.count, slabs, clock=clock, owner=blocks.owner)
             prepare = partial(start_pinning, on_device)

@@ -54,6 +54,9 @@ PATIENCE = 4.0
 MEASURED_TOKENS = 64
 """A step with fewer tokens than that beyond one a request is decoding and says little about the speed of a prefill."""
 
+FILLING = 0.5
+"""Share of the pool's blocks that hold something: from then on host memory is readied. Before it none is touched."""
+
 TELL_EVERY_S = 2.0
 
 CONFIRM_PAGES = 16
@@ -160,6 +163,7 @@ class SchedulerSide:
             self.tier.take_changes()
         self._loads: list[LoadOrder] = []
         self._look = False
+        self._prepared = False
         self._steps: list[_Step] = []
         self._step = 0
 
@@ -359,7 +363,8 @@ class SchedulerSide:
         measured = tokens - len(output.num_scheduled_tokens) >= MEASURED_TOKENS
         if measured:
             self._steps.append(_Step(step=self._step, built_s=now_s, tokens=tokens))
-        return Orders(step=self._step, stores=tuple(stores), loads=loads, fences=fences, report_step=measured)
+        return Orders(step=self._step, stores=tuple(stores), loads=loads, fences=fences, prepare=self._filling(),
+                      report_step=measured)
 
     def heard(self, reports: Sequence[RankReport]) -> None:
         """What the ranks say of a step that is over."""
@@ -445,6 +450,13 @@ class SchedulerSide:
         if live.reservation is not None:
             self.tier.abandon(live.reservation, Reason.ABORTED, copying=False)
             live.reservation = None
+
+    def _filling(self) -> bool:
+        """Once, when the pool has become half full."""
+        if self._prepared or self._pool is None:
+            return False
+        self._prepared = len(self._pool.cached_block_hash_to_block) >= FILLING * len(self._pool.blocks)
+        return self._prepared
 
     def _advance(self, scheduled: Mapping[str, int]) -> None:
         """Look at the requests of this step that may have news. One that decodes makes a token a step at most, so it

@@ -40,6 +40,8 @@ class Orders:
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
     unkept: tuple[str, ...] = ()
+    prepare: bool = False
+    """The pool fills: ready the host memory, before the first block has to be saved."""
     report_step: bool = False
     """The scheduler measures this step and wants to hear of its end."""
 

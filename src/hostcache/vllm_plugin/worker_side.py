@@ -32,7 +32,7 @@ class _Running:
 
 class WorkerSide:
     """`copier` None: this rank can copy nothing, because of `off`; every order ends at once with that error. `prepare`
-    is called at the first step.
+    is called once, when the pool fills.
 
     Call in the order of vLLM's step: `before_forward`, `after_forward`, `finished`, `report`.
     """
@@ -59,7 +59,7 @@ class WorkerSide:
         """Saves first those blocks that the forward pass is about to overwrite. Blocks the caller for a copy budget at
         most; what is not saved by then is given up."""
         self._step, self._report_step = orders.step, orders.report_step
-        if self._prepare is not None:
+        if self._prepare is not None and (orders.prepare or orders.stores):
             self._prepare()
             self._prepare = None
         for order in sorted(orders.stores, key=lambda store: not store.at_once):
