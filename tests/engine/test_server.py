@@ -143,6 +143,18 @@ def test_the_official_client_streams_a_chat_with_usage(served: Served) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_with_continuous_usage_says_the_usage_so_far_on_every_piece(served: Served, path: str) -> None:
+    body = {**(TEXT if path == "/v1/completions" else TALK), "stream": True, "max_tokens": 7, "ignore_eos": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = [line.removeprefix("data: ") for line in served.post(path, body).text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    usages = [json.loads(event)["usage"] for event in events]
+    assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert len({usage["prompt_tokens"] for usage in usages}) == 1
+    assert usages[-1] == usages[-2]
+
+
 def test_the_official_client_completes_text_and_token_ids_alike(served: Served) -> None:
     with served.openai() as client:
         text = client.completions.create(model="fake-model", prompt="abc", max_tokens=5)
@@ -265,6 +277,9 @@ REFUSED: list[tuple[str, str, bytes | dict[str, Any], int, str, str]] = [
      "invalid_value", "stream: true"),
     ("/v1/completions", "a stream option", {**TEXT, "stream": True, "stream_options": {"x": 1}}, 400,
      "unsupported_parameter", "stream_options.x"),
+    ("/v1/completions", "continuous usage alone",
+     {**TEXT, "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "invalid_value",
+     "include_usage: true"),
     ("/v1/completions", "empty stop", {**TEXT, "stop": [""]}, 400, "invalid_value", "stop"),
     ("/v1/completions", "stop of numbers", {**TEXT, "stop": [1]}, 400, "invalid_value", "stop"),
     ("/v1/completions", "seed", {**TEXT, "seed": 2**64}, 400, "invalid_value", "seed"),

@@ -44,6 +44,8 @@ class Call:
     seed: int | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """Usage so far on every piece of the stream; only with `include_usage`."""
     return_token_ids: bool = False
     trace_logits: bool = False
     limits: CacheLimits = field(default_factory=CacheLimits)
@@ -75,7 +77,7 @@ _READ = frozenset({
     "return_token_ids", "hostcache",
 })
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_STREAM_OPTIONS_NEUTRAL = ("include_obfuscation", "continuous_usage_stats")
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
 def refuse(message: str, param: str | None = None, *, code: str = "invalid_value") -> RequestRefused:
@@ -222,9 +224,13 @@ def _common(body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     if options and not stream:
         raise refuse("stream_options is only allowed with stream: true", "stream_options")
     for key, value in options.items():
-        if key != "include_usage" and not (key in _STREAM_OPTIONS_NEUTRAL and not value):
-            raise refuse(f"stream_options.{key} is not supported; include_usage is", f"stream_options.{key}",
-                         code="unsupported_parameter")
+        if key not in _STREAM_OPTIONS and not (key == "include_obfuscation" and not value):
+            raise refuse(f"stream_options.{key} is not supported; {' and '.join(_STREAM_OPTIONS)} are",
+                         f"stream_options.{key}", code="unsupported_parameter")
+    include_usage, continuous_usage = (_flag(options, name, where="stream_options.") for name in _STREAM_OPTIONS)
+    if continuous_usage and not include_usage:
+        raise refuse("stream_options.continuous_usage_stats is only allowed with include_usage: true",
+                     "stream_options.continuous_usage_stats")
     model = body.get("model")
     extension = _extension(_object(body.get("hostcache"), "hostcache"))
     return {
@@ -235,7 +241,8 @@ def _common(body: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
         "ignore_eos": _flag(body, "ignore_eos"),
         "seed": _seed(body.get("seed")),
         "stream": stream,
-        "include_usage": _flag(options, "include_usage", where="stream_options."),
+        "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
         "return_token_ids": _flag(body, "return_token_ids"),
         **extension,
     }
@@ -431,8 +438,8 @@ def full_answer(call: Call, envelope: Envelope, *, text: str, token_ids: Sequenc
 
 def chunk(call: Call, envelope: Envelope, *, text: str, token_ids: Sequence[int] = (),
           logits: Sequence[LogitTrace] = (), finish_reason: str | None = None,
-          opens: Sequence[int] | None = None) -> dict[str, Any]:
-    """One piece of a stream. `opens`: the prompt's tokens, given with the first piece only."""
+          opens: Sequence[int] | None = None, usage: Usage) -> dict[str, Any]:
+    """One piece of a stream. `opens`: the prompt's tokens, given with the first piece only. `usage`: so far."""
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
     if call.kind == "chat":
         delta: dict[str, Any] = {"role": "assistant"} if opens is not None else {}
@@ -444,7 +451,7 @@ def chunk(call: Call, envelope: Envelope, *, text: str, token_ids: Sequence[int]
     if call.return_token_ids and opens is not None:
         (choice if call.kind == "completion" else piece)["prompt_token_ids"] = list(opens)
     if call.include_usage:
-        piece["usage"] = None
+        piece["usage"] = usage_json(usage) if call.continuous_usage else None
     return piece
 
 

@@ -298,7 +298,7 @@ class Application:
                     continue
                 pieces.append(schema.sse(schema.chunk(
                     call, envelope, text=event.text, token_ids=event.token_ids, logits=event.logits,
-                    finish_reason=event.finish_reason, opens=opens)))
+                    finish_reason=event.finish_reason, opens=opens, usage=event.usage)))
                 opens = None
             last = events[-1]
             if last.finish_reason is not None:
