@@ -18,7 +18,7 @@ SMOKE_FLAGS ?= --agents 3 --prefix-tokens 300 --window-s 10 --equivalence 1 --lo
 SMOKE_OUT   ?= hostcache-demo/smoke
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full bench bench-vllm test test-gpu test-all test-vllm check lint types dist smoke clean
+.PHONY: help demo demo-full bench bench-vllm test test-gpu test-all test-vllm check lint types dist smoke harness clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -72,6 +72,15 @@ smoke: $(VENV)/.ready  ## one tiny end-to-end demo on the real model
 	rm -rf $(SMOKE_OUT)
 	$(BIN)/hostcache demo $(SMOKE_FLAGS) --out $(SMOKE_OUT)
 	$(BIN)/hostcache demo --from $(SMOKE_OUT) > /dev/null
+
+# Every shipped matrix is checked, the mock's is run, and two cells of the real one.
+harness: $(VENV)/.ready  ## the harness end to end: a mock matrix, then two cells on the real model: about 5 minutes
+	rm -rf hostcache-bench/harness-mock hostcache-bench/harness-real
+	$(BIN)/hostcache bench matrix seed-small --dry-run > /dev/null
+	$(BIN)/hostcache bench matrix seed-full --dry-run > /dev/null
+	$(BIN)/hostcache bench matrix mock --out hostcache-bench/harness-mock > /dev/null
+	$(BIN)/hostcache bench matrix seed-small --quick --cells large-rung,equivalence --out hostcache-bench/harness-real
+	$(BIN)/hostcache bench report hostcache-bench/harness-real > /dev/null
 
 clean:  ## remove environments, builds and caches; demo records and the model stay
 	rm -rf $(VENV) $(VLLM_VENV) .venv-dist dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
