@@ -381,4 +381,7 @@ def _lab(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from hostcache.report.oracle_page import oracle_html, oracle_text
 
     pages = commands.Pages(oracle_text=oracle_text, oracle_html=oracle_html)
-    return commands.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=argv)
+    keys = settle().settings.api_keys
+    with _needs("all"):
+        return commands.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=argv,
+                            api_key=keys[0] if keys else None)

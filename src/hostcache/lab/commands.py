@@ -13,6 +13,7 @@ from hostcache.errors import ConfigError
 from hostcache.folders import new_folder
 from hostcache.lab.lru import Touch
 from hostcache.lab.oracle import oracle
+from hostcache.lab.probe_commands import PROBE_WORDS, add_probe_arguments, run_probe_command
 from hostcache.lab.story import story, story_text
 from hostcache.lab.stream import stream_of
 from hostcache.lab.trace_commands import add_reading_arguments, add_trace_arguments, open_asked, run_trace
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_trace_arguments(commands.add_parser("trace", help="read, cut, convert and check traces of five formats",
                                             description="Traces: what is in them, parts of them, other forms."))
+    add_probe_arguments(commands)
     each = commands.add_parser("oracle", help="what any cache could have held of a trace, at every capacity",
                                epilog=_ORACLE, description="The bound, LRU and the optimum of a trace.",
                                formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,10 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each.add_argument("--json", action="store_true", help="print the document instead of the tables")
 
 
-def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, argv: Sequence[str]) -> int:
-    """The exit code."""
+def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, argv: Sequence[str],
+        api_key: str | None = None) -> int:
+    """The exit code. `api_key`: what servers under this machine's settings ask for."""
     if args.what == "trace":
         return run_trace(args, out=out, err=err)
+    if args.what in PROBE_WORDS:
+        return run_probe_command(args, out=out, err=err, api_key=api_key)
     ran: dict[str, Callable[..., int]] = {"story": _story, "oracle": _oracle}
     return ran[args.what](args, out=out, err=err, pages=pages, argv=argv)
 

@@ -67,7 +67,7 @@ def still(scrape: Scrape) -> dict[str, float | None]:
 
 async def _step(rig: Rig, plan: CalmPlan) -> dict[str, Any]:
     each = blocks_for(plan.step_prompt_tokens + plan.step_reply_tokens) + 1
-    shape = rig.shape(pool_blocks=plan.running * each, max_num_seqs=plan.running)
+    shape = rig.shape(pool_blocks=plan.running * each + 8, max_num_seqs=plan.running)
     async with rig.server(f"calm, {plan.running} requests at once, on", shape, ON,
                           host_bytes=shape.pool_tokens * rig.model.token_bytes, name="calm-step-on") as server:
         stock = [token for source in await rig.sources(server) for token in source]

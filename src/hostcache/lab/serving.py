@@ -1,0 +1,170 @@
+"""A server for one arm: started here or there already, and what it says of itself held against what the arm is.
+
+Nothing is measured on a server whose own report contradicts its arm. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hostcache.client.adapters import Adapter, adapter_for
+from hostcache.client.openai import Capabilities, OpenAIClient
+from hostcache.clock import Clock
+from hostcache.errors import ServerError
+from hostcache.lab.replayed import ProbeVoid
+
+START_TIMEOUT_S = 600.0
+"""vLLM on a CPU compiles before it serves."""
+STOP_TIMEOUT_S = 60.0
+_LEASHED = ("import ctypes, os, signal, sys\n"
+            "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG: outlives exec
+            "os.getppid() == int(sys.argv[1]) or sys.exit('its parent has gone')\n"
+            "os.execvp(sys.argv[2], sys.argv[2:])\n")
+"""A process of Linux that becomes another one, and is told to end when we are killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """A server that answers. `command`: empty where it was not started here."""
+
+    url: str
+    client: OpenAIClient
+    adapter: Adapter
+    described: Mapping[str, Any]
+    capabilities: Capabilities
+    model: str
+    command: tuple[str, ...]
+
+
+@asynccontextmanager
+async def serving(*, url: str | None, start: Sequence[str] = (), env: Mapping[str, str] | None = None,
+                  model: str | None = None, api_key: str | None, log: Path, clock: Clock) -> AsyncIterator[Serving]:
+    """At `url`, or by `start`, in which `{port}` is a free port and `{model}` the model's source; a first word
+    `hostcache` is this Python's own. `model`: the source; as a name for requests, what the server offers is taken.
+    `log`: a new file, of a server that is started.
+
+    Raises ServerError when it does not come up or does not answer.
+    """
+    if url is not None:
+        async with OpenAIClient(url, clock=clock, api_key=api_key) as client:
+            if not await client.healthy():
+                raise ServerError(f"no server answers {url}/health; start one, for example with `hostcache serve`")
+            yield await _met(client, url, ())
+        return
+    port = _free_port()
+    command = command_of(start, env or {}, port=port, model=model)
+    if shutil.which(command[0]) is None:
+        raise ServerError(f"cannot start {command[0]}: there is no such program; give a command that exists")
+    leash = (sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())) if sys.platform == "linux" else ()
+    with log.open("xb") as stream:
+        # A session of its own, so that Ctrl-C reaches us alone and the server is stopped in order.
+        process = subprocess.Popen((*leash, *command), stdin=subprocess.DEVNULL, stdout=stream,  # noqa: ASYNC220
+                                   stderr=stream, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        async with OpenAIClient(address, clock=clock, api_key=api_key) as client:
+            await _wait(process, client, log, clock)
+            yield await _met(client, address, command)
+    finally:
+        await _stop(process)
+
+
+def command_of(start: Sequence[str], env: Mapping[str, str], *, port: int, model: str | None) -> tuple[str, ...]:
+    """The words with their places filled, the environment before them as a shell would take it.
+
+    Raises ServerError for a `{model}` that nobody gave.
+    """
+    if model is None and any("{model}" in word for word in start):
+        raise ServerError("the start command names {model} and the seal names none; seal it with --model SOURCE")
+    words = tuple(word.replace("{port}", str(port)).replace("{model}", model or "") for word in start)
+    if words[0] == "hostcache":
+        words = (sys.executable, "-m", *words)
+    return (*(("env", *(f"{name}={value}" for name, value in sorted(env.items()))) if env else ()), *words)
+
+
+def confirm(arm: str, described: Mapping[str, Any], *, tier: str | None, block_tokens: int,
+            capacity_tokens: int | None) -> tuple[str, ...]:
+    """What was held against the server's own report. Raises ProbeVoid where that contradicts the arm.
+
+    `capacity_tokens` None: not asked. A pool may be one block larger: vLLM keeps one for itself.
+    """
+    found: list[str] = []
+
+    def refuse(message: str) -> ProbeVoid:
+        return ProbeVoid("arm_not_confirmed", f"{arm}: {message}; nothing was measured")
+
+    if tier is not None:
+        said = described.get("tier")
+        if said is None:
+            raise refuse(f"its tier is to be {tier}, and the server does not say whether it has one")
+        if said["on"] != (tier == "on"):
+            why = said.get("off_reason")
+            raise refuse(f"its tier is to be {tier}, and the server reports it {'on' if said['on'] else 'off'}"
+                         f"{f' ({why})' if why else ''}")
+        found.append(f"tier {tier}")
+    page = described.get("page_tokens")
+    if page is not None:
+        if page != block_tokens:
+            raise refuse(f"its blocks are to have {block_tokens} tokens, the server reports {page:g}")
+        found.append(f"blocks of {block_tokens} tokens")
+    pool = described.get("pool_tokens")
+    if pool is not None and capacity_tokens is not None:
+        if not capacity_tokens <= pool <= capacity_tokens + block_tokens:
+            raise refuse(f"its pool is to have {capacity_tokens} tokens, the server reports {pool:g}")
+        found.append(f"a pool of {int(pool)} tokens")
+    return tuple(found)
+
+
+async def _met(client: OpenAIClient, url: str, command: tuple[str, ...]) -> Serving:
+    adapter = await adapter_for(client)
+    described = dict(await adapter.describe())
+    return Serving(url=url, client=client, adapter=adapter, described=described,
+                   capabilities=await client.capabilities(), model=await client.model(), command=command)
+
+
+async def _wait(process: subprocess.Popen[bytes], client: OpenAIClient, log: Path, clock: Clock) -> None:
+    deadline_s = clock.now() + START_TIMEOUT_S
+    while not await client.healthy():
+        if process.poll() is not None:
+            raise ServerError(f"the server ended with {process.returncode} before it served: {_last_line(log)} "
+                              f"(whole log: {log})")
+        if clock.now() > deadline_s:
+            raise ServerError(f"the server did not answer /health within {START_TIMEOUT_S:.0f} s; see {log}")
+        await clock.sleep_until(clock.now() + 0.1)
+
+
+async def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    # In a thread, so that streams go on; shielded, because a second cancellation must not leak it.
+    try:
+        await asyncio.shield(asyncio.to_thread(process.wait, STOP_TIMEOUT_S))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    except asyncio.CancelledError:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,456 @@
+"""A probe from its file to its certificate on mock servers; the four faults of an earlier one, planted, and others."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.lab.probing import (
+    ALPHABET,
+    BLOCKS,
+    QUICK,
+    REQUESTS,
+    on_mocks,
+    probe_on_mocks,
+    sealed_for,
+    write_trace,
+    written,
+)
+
+from hostcache.client.adapters import Adapter
+from hostcache.client.counters import Scrape
+from hostcache.clock import WallClock
+from hostcache.errors import ConfigError, HostCacheError, ServerError
+from hostcache.lab.certificate import certificate, read_certificate, write_certificate
+from hostcache.lab.judging import judge
+from hostcache.lab.probe import SHIPPED, figure_names, probe_of, read_probe
+from hostcache.lab.probe_commands import add_probe_arguments, run_probe_command
+from hostcache.lab.prompts import Prompts
+from hostcache.lab.replay import Scraper
+from hostcache.lab.replayed import ProbeVoid
+from hostcache.lab.running import Means, run_probe
+from hostcache.lab.sealing import SealBroken, check_probe, check_trace, read_seal, seal, sealed_of, slice_of, write_seal
+from hostcache.lab.verifying import verify
+from hostcache.testing.mock_server import Fault, MockServer
+from hostcache.workload.bridge import Bridge, Tokens
+
+VLLM = replace(QUICK, style="vllm")
+NO_CONTROL = ("device",)
+
+
+# What must hold -----------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_is_decided_as_sealed_and_its_certificate_holds_with_the_trace_alone(tmp_path: Path) -> None:
+    path, judged, trace = probe_on_mocks(tmp_path, config=replace(QUICK, host_blocks=0), load={"processes": 2})
+    assert judged.verdict == "explained"
+    assert judged.figures["device_hit_rate"] == judged.figures["lru"] < judged.figures["possible"]
+    assert judged.figures["control_cached_tokens"] == judged.figures["device_unexplained_tokens"] == 0
+    document = read_certificate(path)
+    control, device = document["parts"]["arms"]
+    assert control["control"] == "0 of 0"
+    assert device["confirmed"] == ["blocks of 16 tokens", f"a pool of {16 * BLOCKS} tokens"]
+    assert control["requests"][0]["prompt_sha256"] != device["requests"][0]["prompt_sha256"], "seeds of their own"
+    told: list[str] = []
+    assert verify(document, trace, holds=told.append) == "explained"
+    assert len(told) == 6
+
+
+def test_a_tier_large_enough_gives_all_that_any_cache_could(tmp_path: Path) -> None:
+    async def run(urls: dict[str, str]) -> Any:
+        arms = {"device": {"url": urls["device"], "tier": "off"},
+                "tier": {"url": urls["tier"], "tier": "on", "host_tokens": 16 * 400}}
+        probe = probe_of(written(urls, arms=arms, pairs=2), where="test")
+        return await run_probe(probe, sealed_for(probe, trace), trace, tmp_path / "out", Means(clock=WallClock()))
+
+    trace = write_trace(tmp_path / "trace.jsonl")
+    path, judged = on_mocks({"device": VLLM, "tier": replace(VLLM, host_blocks=400)}, run)
+    assert judged.verdict == "explained"
+    assert judged.figures["tier_hit_rate"] == judged.figures["tier_model"] == judged.figures["possible"]
+    assert judged.figures["tier_host_tokens"] > 0
+    assert [run["arm"] for run in read_certificate(path)["parts"]["arms"]] == ["device", "tier", "tier", "device"]
+    assert verify(read_certificate(path), trace) == "explained"
+
+
+def test_a_ladder_is_swept_and_its_knees_are_figures(tmp_path: Path) -> None:
+    _, judged, _ = probe_on_mocks(
+        tmp_path, arms=NO_CONTROL, load={"rate_factors": [1, 4], "goal": {"ttft_s": 5}, "drain_s": 20},
+        branches={"kneed": "device_goodput_knee > 0 and device_throughput_knee > 0"})
+    assert judged.verdict == "kneed"
+    assert len(judged.knees["device"][0]["points"]) == 2
+    assert judged.figures["device_hit_rate"] <= judged.figures["bound"]
+
+
+def test_prompts_may_go_as_text_when_the_servers_tokenizer_gives_them_back(tmp_path: Path) -> None:
+    path, judged, trace = probe_on_mocks(tmp_path, arms=NO_CONTROL, config=VLLM, bridge={"send": "text"})
+    assert judged.verdict == "explained"
+    (run,) = read_certificate(path)["parts"]["arms"]
+    assert run["gate"]["prompts"] == REQUESTS
+    assert verify(read_certificate(path), trace) == "explained"
+
+
+# The four faults, planted -------------------------------------------------------------------------------------------
+
+
+def dropped(adapter: Adapter) -> Scraper:
+    """Scrapes as the first attempt merged them: without what was counted."""
+    async def scrape() -> Scrape:
+        return replace(await adapter.scrape(), counters={}, raw=(), parts={})
+    return scrape
+
+
+def by_prefix(adapter: Adapter) -> Scraper:
+    """Scrapes as the second attempt read them: the last line whose name begins so, which is the `_created` one."""
+    async def scrape() -> Scrape:
+        found = await adapter.scrape()
+        last = [float(line.rsplit(" ", 1)[1]) for line in found.raw if line.startswith("vllm:prefix_cache_hits")][-1]
+        return replace(found, counters={**found.counters, "device_tokens": last})
+    return scrape
+
+
+class Collapsed(Bridge):
+    """The bridge of the retracted run: a block's text depends on its id mod 33."""
+
+    def blocks(self, names: npt.NDArray[np.uint64]) -> Tokens:
+        return super().blocks(names % np.uint64(33))  # explicit: a dataclass with slots is made anew
+
+
+def collapsed(prompts: Prompts) -> Prompts:
+    bridge = prompts.bridge
+    return Prompts(bridge=Collapsed(alphabet=bridge.alphabet, block_tokens=bridge.block_tokens, seed=bridge.seed))
+
+
+_LOSES_A_FIELD = """
+import json, subprocess, sys
+inner = subprocess.Popen([sys.executable, "-m", "hostcache.lab.replay_worker"], stdin=sys.stdin,
+                         stdout=subprocess.PIPE, text=True)
+for line in inner.stdout:
+    message = json.loads(line)
+    message.get("record", {}).pop("cached_tokens", None)
+    print(json.dumps(message), flush=True)
+"""
+_NULLS_A_FIELD = _LOSES_A_FIELD.replace('.pop("cached_tokens", None)', '.update(dict.fromkeys(["cached_tokens"]))'
+                                        ).replace("message.get", '"record" in message and message["record"]'
+                                                  ).replace('("record", {})', "")
+
+
+@pytest.mark.parametrize(("fault", "planted"), [
+    ("counters_missing", Means(clock=WallClock(), scraper=dropped)),
+    ("created_taken_for_count", Means(clock=WallClock(), scraper=by_prefix)),
+    ("record_field_lost", Means(clock=WallClock(), worker=(sys.executable, "-c", _LOSES_A_FIELD))),
+    ("record_field_lost", Means(clock=WallClock(), worker=(sys.executable, "-c", _NULLS_A_FIELD))),
+    ("bridge_collision", Means(clock=WallClock(), prompts=collapsed)),
+], ids=["counters-dropped", "created", "field-lost", "field-emptied", "collapsed-bridge"])
+def test_each_fault_of_the_retracted_probe_is_caught_by_name_before_a_certificate(
+        tmp_path: Path, fault: str, planted: Means) -> None:
+    with pytest.raises(ProbeVoid, match=f"^{fault}: "):
+        probe_on_mocks(tmp_path, means=planted, arms=NO_CONTROL, config=VLLM)
+    assert not (tmp_path / "out" / "certificate.json").exists()
+    attempt = json.loads((tmp_path / "out" / "attempt-001" / "attempt.json").read_text())
+    assert (attempt["outcome"], attempt["fault"]) == ("failed", fault)
+    assert attempt["reason"].startswith(fault)
+    if fault == "bridge_collision":
+        assert not list((tmp_path / "out" / "attempt-001").glob("run-*.json")), "nothing was sent"
+
+
+# Other voids, and attempts ------------------------------------------------------------------------------------------
+
+
+def test_failed_attempts_stay_and_stand_in_the_certificate_with_their_reason(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+
+    async def run(urls: dict[str, str]) -> Any:
+        probe = probe_of(written(urls, cost={"per_hour": 3600}), where="test")
+        sealed = sealed_for(probe, trace)
+        with pytest.raises(ProbeVoid, match="bridge_collision"):
+            await run_probe(probe, sealed, trace, tmp_path / "out", Means(clock=WallClock(), prompts=collapsed))
+        path, _ = await run_probe(probe, sealed, trace, tmp_path / "out", Means(clock=WallClock()))
+        with pytest.raises(ConfigError, match="is not run again"):
+            await run_probe(probe, sealed, trace, tmp_path / "out", Means(clock=WallClock()))
+        return path
+
+    parts = read_certificate(on_mocks({"device": QUICK}, run))["parts"]
+    assert [(each["number"], each["outcome"], each["fault"]) for each in parts["attempts"]] == [
+        (1, "failed", "bridge_collision"), (2, "completed", None)]
+    assert parts["cost"]["total"] == pytest.approx(sum(each["wall_s"] for each in parts["attempts"]), abs=0.01)
+
+
+@pytest.mark.parametrize(("fault", "more", "config"), [
+    ("control_not_zero", {"arms_of": {"control": {"control": True}}}, QUICK),
+    ("arm_not_confirmed", {"engine": {"block_tokens": 16, "capacity_tokens": 16 * BLOCKS + 160, "max_tokens": 1}},
+     QUICK),
+    ("arm_not_confirmed", {"arms_of": {"device": {"tier": "on"}}}, QUICK),
+    ("request_failed", {}, replace(QUICK, faults=(Fault(kind="http-500", every=9),))),
+    ("over_budget", {"budget_minutes": 1e-5}, QUICK),
+], ids=["control", "capacity", "tier", "request", "budget"])
+def test_what_voids_a_run_has_a_name(tmp_path: Path, fault: str, more: dict[str, Any], config: Any) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    changed = more.pop("arms_of", {})
+
+    async def run(urls: dict[str, str]) -> None:
+        given = written(urls, **more)
+        for name, keys in changed.items():
+            given["arms"][name] = {"url": urls[name], **keys}
+        probe = probe_of(given, where="test")
+        await run_probe(probe, sealed_for(probe, trace), trace, tmp_path / "out", Means(clock=WallClock()))
+
+    with pytest.raises(ProbeVoid, match=f"^{fault}: "):
+        on_mocks({"control": config, "device": config}, run)
+
+
+def test_a_rate_above_the_bound_is_impossible_whatever_the_branches_say(tmp_path: Path) -> None:
+    path, _, trace = probe_on_mocks(tmp_path, arms=NO_CONTROL, branches={"fine": "device_hit_rate >= 0"})
+    parts = read_certificate(path)["parts"]
+    runs = copy.deepcopy(parts["arms"])
+    for record in runs[0]["requests"]:
+        record["cached_tokens"] = record["prompt_tokens"] - 16
+    cached = sum(record["cached_tokens"] for record in runs[0]["requests"])
+    accounting = json.loads(runs[0]["closing"][0].partition(" ")[2])
+    before = json.loads(runs[0]["opening"][0].partition(" ")[2])
+    accounting |= {"device_tokens": before["device_tokens"] + cached,
+                   "recomputed_tokens": accounting["prompt_tokens"] - before["device_tokens"] - cached}
+    accounting["device_tokens"] = accounting["prompt_tokens"] - accounting["recomputed_tokens"]
+    runs[0]["closing"][0] = f"accounting {json.dumps(accounting)}"
+    judged = judge(sealed_of(parts["seal"], "test"), trace, runs)
+    assert judged.verdict == "impossible"
+    assert judged.cause is not None
+    assert verify(read_certificate(path), trace) == "fine"
+
+
+# Seals and certificates ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("made")
+    path, _, trace = probe_on_mocks(folder)
+    return path, trace
+
+
+def test_an_edited_probe_or_another_trace_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    probe = probe_of(written({"control": "http://127.0.0.1:1", "device": "http://127.0.0.1:1"}), where="test")
+    sealed = sealed_for(probe, trace)
+    check_probe(sealed, probe)
+    check_trace(sealed, trace)
+    with pytest.raises(SealBroken, match="edited after it was sealed: capacity_tokens was 640 and is 656"):
+        check_probe(sealed, replace(probe, capacity_tokens=656))
+    other = write_trace(tmp_path / "other.jsonl", seed=2)
+    with pytest.raises(SealBroken, match=r"trace: the first 24 requests of other.jsonl"):
+        asyncio.run(run_probe(probe, sealed, other, tmp_path / "out", Means(clock=WallClock())))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="the probe is for a trace of digest"):
+        sealed_for(replace(probe, trace_digest="0" * 64), trace)
+
+
+def test_a_seal_is_read_back_whole_and_a_changed_one_is_not(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    probe = probe_of(written({"device": "http://127.0.0.1:1"}), where="test")
+    sealed = sealed_for(probe, trace)
+    document = {**sealed.body, "sha256": sealed.sha256}
+    write_seal(tmp_path / "seal.json", document)
+    again = read_seal(tmp_path / "seal.json")
+    assert (again.probe, again.sha256, again.alphabet) == (probe, sealed.sha256, ALPHABET)
+    with pytest.raises(ConfigError, match="never replaced"):
+        write_seal(tmp_path / "seal.json", document)
+    (tmp_path / "seal.json").write_text(json.dumps(document).replace('"requests": 24', '"requests": 25'))
+    with pytest.raises(SealBroken, match="something in it was changed"):
+        read_seal(tmp_path / "seal.json")
+
+
+def _raw_line(parts: dict[str, Any]) -> None:
+    line = parts["arms"][1]["closing"][0]
+    parts["arms"][1]["closing"][0] = line.replace('"prompt_tokens": ', '"prompt_tokens": 1')
+
+
+def _swap(parts: dict[str, Any]) -> None:
+    first, second = parts["arms"][1]["requests"][:2]
+    first["prompt_sha256"], second["prompt_sha256"] = second["prompt_sha256"], first["prompt_sha256"]
+
+
+_EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "verdict": (lambda parts: parts["verdict"].update(verdict="beside"), "part 'verdict'"),
+    "figures": (lambda parts: parts["figures"]["figures"].update(device_hit_rate=0.2), "part 'figures'"),
+    "raw lines": (_raw_line, "part 'arms'"),
+    "prompts": (_swap, "another prompt than follows"),
+    "records": (lambda parts: parts["arms"][1]["requests"].pop(), "part 'arms'"),
+    "cached": (lambda parts: parts["arms"][1]["requests"][3].update(cached_tokens=1), "part 'arms'"),
+    "seal": (lambda parts: parts["seal"]["oracle"].update(bound=0.9), "part 'seal'"),
+    "probe": (lambda parts: parts["probe"].update(hypothesis="another"), "part 'probe'"),
+    "attempts": (lambda parts: parts["attempts"].insert(0, dict(parts["attempts"][0])), "part 'attempts'"),
+    "runs": (lambda parts: parts["arms"].pop(0), "part 'arms'"),
+    "retracts": (lambda parts: parts["retracts"].clear(), "part 'retracts'"),
+    "what it does not prove": (lambda parts: parts["does_not_prove"].clear(), "part 'does_not_prove'"),
+}
+
+
+@pytest.mark.parametrize("edited", sorted(_EDITS))
+def test_a_part_that_was_edited_with_new_digests_does_not_follow_from_the_others(
+        made: tuple[Path, Path], edited: str) -> None:
+    path, trace = made
+    parts = copy.deepcopy(read_certificate(path)["parts"])
+    edit, named = _EDITS[edited]
+    edit(parts)
+    with pytest.raises(HostCacheError, match=named):
+        verify(certificate(parts), trace)
+
+
+def test_another_trace_fails_a_certificate_and_is_named(made: tuple[Path, Path], tmp_path: Path) -> None:
+    path, trace = made
+    lines = trace.read_text().splitlines()
+    row = json.loads(lines[2])
+    row["hash_ids"][-1] += 2**50
+    (tmp_path / "trace.jsonl").write_text("\n".join([*lines[:2], json.dumps(row), *lines[3:]]) + "\n")
+    with pytest.raises(HostCacheError, match="part 'trace' does not hold"):
+        verify(read_certificate(path), tmp_path / "trace.jsonl")
+
+
+# Files and commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["conversation-300", "conversation-300-vllm", "conversation-600", "s46b"])
+def test_the_shipped_probes_can_be_read_and_decided(name: str) -> None:
+    probe = read_probe(Path(name))
+    assert probe.name == name
+    assert probe == read_probe(SHIPPED / f"{name}.yaml")
+    assert {"bound", "lru"} <= set(figure_names(probe))
+    assert all("{port}" in arm.start for arm in probe.arms)
+    assert any(arm.control for arm in probe.arms)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"budget": 3}, "'budget' is not known"),
+    ({"probe": 2}, "version 2"),
+    ({"branches": {"a": "device_hitrate > 0"}}, "there is no figure 'device_hitrate'"),
+    ({"branches": {}}, "there are no branches"),
+    ({"trace": {"requests": 0}}, "requests is '0'; a whole number of at least 1 is needed"),
+    ({"trace": {}}, "trace: requests is missing"),
+    ({"bridge": {"send": "chat"}}, "one of ids, text is needed"),
+    ({"load": {"at_once": 2, "rate_factors": [1, 2]}}, "give one of the two"),
+    ({"arms": {"a-b": {"url": "http://x"}}}, "the name of an arm"),
+    ({"arms": {"a": {"url": "http://x", "start": ["x", "{port}"]}}}, "both a url and a start command"),
+    ({"arms": {"a": {"start": ["x"]}}}, "no {port}"),
+    ({"arms": {"a": {"control": True, "url": "http://x"}}}, "every arm is a control"),
+    ({"does_not_prove": "nothing"}, "a list is needed"),
+])
+def test_a_probe_that_cannot_be_is_refused_by_its_key(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("{", r"\{")):
+        probe_of({**written({"device": "http://127.0.0.1:1"}), **change}, where="p.yaml")
+
+
+def command(*words: object) -> tuple[int, str, str]:
+    parser = ArgumentParser()
+    add_probe_arguments(parser.add_subparsers(dest="what"))
+    out, err = io.StringIO(), io.StringIO()
+    code = run_probe_command(parser.parse_args([str(word) for word in words]), out=out, err=err)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_the_commands_say_what_holds_and_what_the_numbers_are(made: tuple[Path, Path], tmp_path: Path) -> None:
+    path, trace = made
+    code, out, err = command("probe", "verify", path, "--trace", trace)
+    assert code == 0
+    assert "holds; its verdict is explained" in out
+    assert "holds: trace and oracle" in err
+    assert command("probe", "verify", path, "--trace", trace, "--expect", "impossible")[0] == 3
+    run = read_certificate(path)["parts"]["arms"][1]
+    (tmp_path / "replay.json").write_text(json.dumps(run))
+    _, out, _ = command("reconcile", "--trace", trace, "--block-tokens", 16, "--capacity-tokens", 16 * BLOCKS,
+                        "--replay", tmp_path / "replay.json", "--json")
+    assert json.loads(out)["unexplained"] == 0
+    _, out, _ = command("reconcile", "--trace", trace, "--block-tokens", 16, "--capacity-tokens", 16 * BLOCKS,
+                        "--hits", 99, "--queries", 100)
+    assert "impossible" in out
+    with pytest.raises(ConfigError, match="--hits and --queries"):
+        command("reconcile", "--trace", trace, "--capacity-tokens", 1)
+
+
+def test_a_certificate_is_never_overwritten(made: tuple[Path, Path]) -> None:
+    path, _ = made
+    with pytest.raises(HostCacheError, match="never overwritten"):
+        write_certificate(path, {})
+
+
+def test_the_slice_is_the_probes(made: tuple[Path, Path]) -> None:
+    path, trace = made
+    probe = sealed_of(read_certificate(path)["parts"]["seal"], "test").probe
+    assert slice_of(trace, probe).requests == REQUESTS
+    assert slice_of(trace, probe, 3).requests == 3
+
+
+_MOCK = ("import asyncio, sys\n"
+         "from hostcache.testing.mock_server import MockConfig, serve_mock\n"
+         "config = MockConfig(device_blocks=40, base_s=0, s_per_token=0, itl_s=0)\n"
+         "asyncio.run(serve_mock(config, port=int(sys.argv[1])))\n")
+
+
+def test_servers_are_started_and_stopped_by_the_probe(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    arm = {"start": [sys.executable, "-c", _MOCK, "{port}", "{model}"], "env": {"PYTHONWARNINGS": "error"}}
+    probe = probe_of(written({"device": ""}, arms={"device": arm}), where="test")
+    with pytest.raises(ConfigError, match="say which with --model"):
+        sealed_for(probe, trace)
+    sealed = sealed_of(seal(probe, trace, ALPHABET, model="a-model"), "test")
+    path, judged = asyncio.run(run_probe(probe, sealed, trace, tmp_path / "out", Means(clock=WallClock())))
+    assert judged.verdict == "explained"
+    (run,) = read_certificate(path)["parts"]["arms"]
+    assert run["command"][0] == "env"
+    assert run["command"][-1] == "a-model"
+    broken = replace(probe, arms=(replace(probe.arms[0], start=(sys.executable, "-c", "exit('no luck')", "{port}")),))
+    with pytest.raises(ServerError, match="ended with 1 before it served: no luck"):
+        asyncio.run(run_probe(broken, sealed_for(broken, trace), trace, tmp_path / "two", Means(clock=WallClock())))
+
+
+@contextmanager
+def mock_elsewhere(config: Any) -> Iterator[str]:
+    """A mock on a thread of its own, for commands that run their own event loop."""
+    ready: Future[tuple[str, Callable[[], object]]] = Future()
+
+    async def serve() -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        async with MockServer(config) as server:
+            ready.set_result((server.url, partial(loop.call_soon_threadsafe, over.set)))
+            await over.wait()
+
+    thread = Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    url, stop = ready.result(timeout=30)
+    try:
+        yield url
+    finally:
+        stop()
+        thread.join()
+
+
+def test_replay_and_knee_run_from_the_command_line_and_write_their_folders(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    common = ["--trace", trace, "--block-tokens", 16, "--words", 256, "--max-tokens", 1, "--filler", "x"]
+    with mock_elsewhere(QUICK) as url:
+        with pytest.raises(ConfigError, match="closed or open"):
+            command("replay", *common, "--url", url, "--at-once", 1, "--rate-factor", 2)
+        code, out, _ = command("replay", *common, "--url", url, "--out", tmp_path / "replay")
+        assert code == 0
+        assert "not explained" in out
+        written_down = json.loads((tmp_path / "replay" / "replay.json").read_text())
+        assert written_down["gap"]["unexplained"] == 0
+        assert written_down["described"]["pool_tokens"] == 16 * BLOCKS
+        code, out, _ = command("knee", *common, "--url", url, "--rate-factors", "2,8", "--ttft-s", 5, "--out",
+                               tmp_path / "knee")
+        assert "throughput knee" in out
+        code, out, _ = command("bridge", *common[:6], "--tokenizer", url, "--text", "--json")
+        assert json.loads(out)["prompts"] == REQUESTS
