@@ -363,8 +363,8 @@ class SchedulerSide:
         measured = tokens - len(output.num_scheduled_tokens) >= MEASURED_TOKENS
         if measured:
             self._steps.append(_Step(step=self._step, built_s=now_s, tokens=tokens))
-        return Orders(step=self._step, stores=tuple(stores), loads=loads, fences=fences, prepare=self._filling(),
-                      report_step=measured)
+        return Orders(step=self._step, stores=tuple(stores), loads=loads, fences=fences, idle=not tokens,
+                      prepare=self._filling(), report_step=measured)
 
     def heard(self, reports: Sequence[RankReport]) -> None:
         """What the ranks say of a step that is over."""

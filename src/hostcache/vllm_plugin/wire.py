@@ -40,6 +40,8 @@ class Orders:
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
     unkept: tuple[str, ...] = ()
+    idle: bool = False
+    """The step computes nothing."""
     prepare: bool = False
     """The pool fills: ready the host memory, before the first block has to be saved."""
     report_step: bool = False

@@ -21,6 +21,10 @@ from hostcache.vllm_plugin.wire import JobEnd, LoadOrder, Orders, RankReport, St
 STORE_PATIENCE = 4.0
 """A save that nothing waits for is given up after this many copy budgets: on a busy machine it is only slow."""
 
+NAP_S = 0.005
+"""The longest that a step which computes nothing waits for a load. Without it vLLM makes such steps one after the other
+and takes the processor from the copy they wait for."""
+
 
 @dataclass(slots=True, eq=False)
 class _Running:
@@ -51,14 +55,14 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._step = 0
-        self._report_step = False
+        self._idle = self._report_step = False
 
     # ---- a step
 
     def before_forward(self, orders: Orders) -> None:
         """Saves first those blocks that the forward pass is about to overwrite. Blocks the caller for a copy budget at
         most; what is not saved by then is given up."""
-        self._step, self._report_step = orders.step, orders.report_step
+        self._step, self._idle, self._report_step = orders.step, orders.idle, orders.report_step
         if self._prepare is not None and (orders.prepare or orders.stores):
             self._prepare()
             self._prepare = None
@@ -76,6 +80,10 @@ class WorkerSide:
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose load is over since the last call, and those of them whose load failed."""
         self._hear()
+        if self._idle and self.copier is not None and not self._finished and any(
+                job.request_id is not None and not job.overdue for job in self._running.values()):
+            self.copier.wait(NAP_S)
+            self._hear()
         now_s = self._clock.now()
         for job in [job for job in self._running.values() if now_s >= job.deadline_s and not job.overdue]:
             self._over_budget(job)
