@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import platform
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -194,10 +193,11 @@ async def _stages_in_turn(args: argparse.Namespace, sizes: Sizes, stages: Sequen
     from hostcache.bench.pressure import run_pressure
     from hostcache.bench.progress import Progress
     from hostcache.bench.rig import Rig
+    from hostcache.client.process import terminate_like_interrupt
 
     launcher = make_launcher(args.model, folder, clock, err, command)
     rig = Rig(launcher=launcher, clock=clock, corpus=corpus, progress=Progress(err, clock), write=write, seed=args.seed)
-    with _terminate_like_interrupt():
+    with terminate_like_interrupt():
         try:
             if "pressure" in stages:
                 await run_pressure(rig, pressure_plan(args.model, sizes))
@@ -222,32 +222,6 @@ def make_launcher(model: str, log_dir: Path, clock: Clock, err: TextIO, command:
         get(model, cache_dir=Path(settings.model_dir).expanduser() if settings.model_dir else None,
             progress=lambda line: print(line, file=err, flush=True))
     return Launcher(log_dir=log_dir, clock=clock, api_key=settings.api_keys[0] if settings.api_keys else None)
-
-
-@contextlib.contextmanager
-def _terminate_like_interrupt() -> Any:
-    """SIGTERM stops a run as Ctrl-C does: servers end, files stay valid."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    stopped = []
-
-    def stop() -> None:
-        stopped.append(True)
-        if task is not None:
-            task.cancel()
-
-    try:
-        loop.add_signal_handler(signal.SIGTERM, stop)
-    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or no such signals here
-        yield
-        return
-    try:
-        yield
-    except asyncio.CancelledError:
-        if stopped:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def pressure_plan(model: str, sizes: Sizes) -> PressurePlan:

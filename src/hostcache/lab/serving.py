@@ -5,12 +5,6 @@ Nothing is measured on a server whose own report contradicts its arm. Measures n
 
 from __future__ import annotations
 
-import asyncio
-import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,18 +14,13 @@ from typing import Any
 
 from hostcache.client.adapters import Adapter, adapter_for
 from hostcache.client.openai import Capabilities, OpenAIClient
+from hostcache.client.process import started
 from hostcache.clock import Clock
 from hostcache.errors import ServerError
 from hostcache.lab.replayed import ProbeVoid
 
 START_TIMEOUT_S = 600.0
 """vLLM on a CPU compiles before it serves."""
-STOP_TIMEOUT_S = 60.0
-_LEASHED = ("import ctypes, os, signal, sys\n"
-            "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG: outlives exec
-            "os.getppid() == int(sys.argv[1]) or sys.exit('its parent has gone')\n"
-            "os.execvp(sys.argv[2], sys.argv[2:])\n")
-"""A process of Linux that becomes another one, and is told to end when we are killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,32 +51,19 @@ async def serving(*, url: str | None, start: Sequence[str] = (), env: Mapping[st
                 raise ServerError(f"no server answers {url}/health; start one, for example with `hostcache serve`")
             yield await _met(client, url, ())
         return
-    port = _free_port()
-    command = command_of(start, env or {}, port=port, model=model)
-    if shutil.which(command[0]) is None:
-        raise ServerError(f"cannot start {command[0]}: there is no such program; give a command that exists")
-    leash = (sys.executable, "-I", "-S", "-c", _LEASHED, str(os.getpid())) if sys.platform == "linux" else ()
-    with log.open("xb") as stream:
-        # A session of its own, so that Ctrl-C reaches us alone and the server is stopped in order.
-        process = subprocess.Popen((*leash, *command), stdin=subprocess.DEVNULL, stdout=stream,  # noqa: ASYNC220
-                                   stderr=stream, start_new_session=True)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        async with OpenAIClient(address, clock=clock, api_key=api_key) as client:
-            await _wait(process, client, log, clock)
-            yield await _met(client, address, command)
-    finally:
-        await _stop(process)
+    command = command_of(start, env or {}, model=model)
+    async with started(command, log=log, clock=clock, api_key=api_key, timeout_s=START_TIMEOUT_S) as server:
+        yield await _met(server.client, server.url, server.command)
 
 
-def command_of(start: Sequence[str], env: Mapping[str, str], *, port: int, model: str | None) -> tuple[str, ...]:
-    """The words with their places filled, the environment before them as a shell would take it.
+def command_of(start: Sequence[str], env: Mapping[str, str], *, model: str | None) -> tuple[str, ...]:
+    """The words with the model filled in, the environment before them as a shell would take it.
 
     Raises ServerError for a `{model}` that nobody gave.
     """
     if model is None and any("{model}" in word for word in start):
         raise ServerError("the start command names {model} and the seal names none; seal it with --model SOURCE")
-    words = tuple(word.replace("{port}", str(port)).replace("{model}", model or "") for word in start)
+    words = tuple(word.replace("{model}", model or "") for word in start)
     if words[0] == "hostcache":
         words = (sys.executable, "-m", *words)
     return (*(("env", *(f"{name}={value}" for name, value in sorted(env.items()))) if env else ()), *words)
@@ -131,40 +107,3 @@ async def _met(client: OpenAIClient, url: str, command: tuple[str, ...]) -> Serv
     described = dict(await adapter.describe())
     return Serving(url=url, client=client, adapter=adapter, described=described,
                    capabilities=await client.capabilities(), model=await client.model(), command=command)
-
-
-async def _wait(process: subprocess.Popen[bytes], client: OpenAIClient, log: Path, clock: Clock) -> None:
-    deadline_s = clock.now() + START_TIMEOUT_S
-    while not await client.healthy():
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with {process.returncode} before it served: {_last_line(log)} "
-                              f"(whole log: {log})")
-        if clock.now() > deadline_s:
-            raise ServerError(f"the server did not answer /health within {START_TIMEOUT_S:.0f} s; see {log}")
-        await clock.sleep_until(clock.now() + 0.1)
-
-
-async def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    # In a thread, so that streams go on; shielded, because a second cancellation must not leak it.
-    try:
-        await asyncio.shield(asyncio.to_thread(process.wait, STOP_TIMEOUT_S))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    except asyncio.CancelledError:
-        process.kill()
-        process.wait()
-        raise
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import secrets
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from hostcache.bench.harness.target import NotConfirmed, Serving, Target
 from hostcache.bench.harness.texts import CHARS_PER_TOKEN, Mode, Piece, Prompt, Texts
 from hostcache.client.counters import Scrape, change, resets
 from hostcache.client.openai import Capabilities, Heard, OpenAIClient
+from hostcache.client.process import terminate_like_interrupt
 from hostcache.clock import Clock, unix_time
 from hostcache.errors import ConfigError, HostCacheError, ServerError
 from hostcache.records import (
@@ -342,33 +342,6 @@ async def measure(spec: CellSpec, serving: Serving, folder: Path, *, clock: Cloc
         writer.write(EndRecord(ended_unix_s=unix_time(), outcome=outcome, detail=detail))
         writer.close()
     return path
-
-
-@contextlib.contextmanager
-def terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does: servers end, files stay valid. For use inside a running loop."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        if task is not None:
-            task.cancel()
-
-    try:
-        loop.add_signal_handler(signal.SIGTERM, stop)
-    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or no such signals here
-        yield
-        return
-    try:
-        yield
-    except asyncio.CancelledError:
-        if stopped:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def _watch(screen: Screen, serving: Serving, clock: Clock) -> None:

@@ -21,7 +21,7 @@ from hostcache.bench.harness.cellfile import RECORDS, cell_state, whole_records
 from hostcache.bench.harness.equivalence import judge
 from hostcache.bench.harness.replay import ProfileParameters, ReplayParameters
 from hostcache.bench.harness.target import Target
-from hostcache.bench.servers import SILENCE_S
+from hostcache.client.process import SILENCE_S
 from hostcache.clock import Clock, WallClock
 from hostcache.errors import BARS_MISSED, ConfigError
 from hostcache.folders import new_folder

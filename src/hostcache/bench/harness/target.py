@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hostcache.bench.servers import SILENCE_S, peak_rss_bytes, started
+from hostcache.bench.servers import peak_rss_bytes
 from hostcache.client.adapters import Adapter, adapter_for
 from hostcache.client.openai import Capabilities, OpenAIClient
+from hostcache.client.process import SILENCE_S, started
 from hostcache.clock import Clock
 from hostcache.errors import ConfigError, ServerError
 
