@@ -95,13 +95,18 @@ def test_after_the_burst_nothing_is_held(server: Server) -> None:
     assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
 
 
+def is_cut_short(server: Server, name: str, wanted: int = 440) -> bool:
+    """Whether an answer ends with its client. On a quick machine one may be whole before the server hears of it."""
+    before = server.metrics()["vllm:generation_tokens_total"]
+    assert server.leave(prompt(name, 1), after=3, max_tokens=wanted) == 3
+    now = server.until(nothing_held, "nothing is held")
+    return now["vllm:generation_tokens_total"] - before < wanted
+
+
 def test_clients_that_leave_in_mid_answer_or_while_they_wait_hold_nothing(server: Server) -> None:
     wanted = [prompt(f"leaves {number}", 10) for number in range(6)]
     cold = [server.ask(each) for each in wanted]
-    before = server.metrics()["vllm:generation_tokens_total"]
-    assert server.leave(prompt("leaves soon", 1), after=3, max_tokens=440) == 3
-    now = server.until(nothing_held, "nothing is held")
-    assert now["vllm:generation_tokens_total"] - before < 440, "the answer was made to its end for nobody"
+    assert any(is_cut_short(server, f"leaves soon {number}") for number in range(20)), "answered to its end for nobody"
     server.evict("while they are away")
     for each in wanted:  # their blocks are on the host: they wait for a copy, or for others
         server.leave(each, after=0, max_tokens=150)
