@@ -21,12 +21,13 @@ class Progress:
         self._stage = ""
 
     def stage(self, text: str, doing: str = "starting the server") -> None:
-        """A new stage begins."""
+        """A new stage begins. Without `doing`, nothing is said of it until there is news."""
         self.finish()
         self._stage = text
-        self._next_plain_s = self._clock.now()
-        self.show(doing)
-        self._next_plain_s = self._clock.now()  # the first news of a stage is not held back
+        self._next_plain_s = self._clock.now() + (0.0 if doing else PLAIN_EVERY_S)
+        if doing:
+            self.show(doing)
+            self._next_plain_s = self._clock.now()  # the first news of a stage is not held back
 
     def show(self, text: str) -> None:
         line = f"{self._stage}: {text}" if self._stage else text

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ class WorkerLost(ServerError):
 
 
 class Crew:
-    """Workers by number, from 0. `say` goes to one of them; `hear` gives what any of them said, in order of arrival."""
+    """Workers by number, from 0. `say` goes to one of them; `hear` gives what any of them said, in order of arrival;
+    `rest`, once they have ended, what nobody had heard yet."""
 
     def __init__(self, processes: Sequence[asyncio.subprocess.Process], logs: Sequence[Path]) -> None:
         self._processes = processes
         self._logs = logs
         self._heard: asyncio.Queue[tuple[int, Mapping[str, Any] | None]] = asyncio.Queue()
         self._readers = [asyncio.create_task(self._read(number)) for number in range(len(processes))]
-        self._ending = False
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -59,8 +59,7 @@ class Crew:
         return number, message
 
     async def end(self) -> None:
-        """Their inputs end, so they stop; those that do not are killed."""
-        self._ending = True
+        """Their inputs end, so they stop; those that do not are killed. What they said by then is kept for `rest`."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -73,9 +72,15 @@ class Crew:
                 await process.wait()
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):  # a child of theirs may still hold the pipe
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await asyncio.gather(*self._readers, return_exceptions=True)
+
+    def rest(self) -> Iterator[Mapping[str, Any]]:
+        while not self._heard.empty():
+            _, message = self._heard.get_nowait()
+            if message is not None:
+                yield message
 
     async def _read(self, number: int) -> None:
         pipe = self._processes[number].stdout

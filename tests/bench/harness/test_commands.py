@@ -202,6 +202,21 @@ def test_a_terminal_has_a_screen_and_anything_else_plain_lines(record: RequestRe
     assert "\x1b" not in pipe.getvalue()
 
 
+def test_a_plain_screen_says_how_each_segment_ended_and_nothing_of_one_without_requests(record: RequestRecord) -> None:
+    pipe, clock = io.StringIO(), VirtualClock()
+    screen = PlainScreen(pipe, clock)
+    screen.cell("b1 · on", {"engine": "mock"})
+    for part, requests in (("prose 200", 1), ("prose 700", 0), ("code 200", 2)):
+        screen.segment("rung", part, None)
+        for _ in range(requests):
+            screen.refresh()
+            screen.heard(record)
+    screen.close()
+    _, first, last = pipe.getvalue().splitlines()
+    assert first.startswith("b1 · on prose 200 rung: 1 turn, TTFT p50")
+    assert last.startswith("b1 · on code 200 rung: 2 turns, TTFT p50")
+
+
 def test_a_cell_shows_itself_on_a_terminal(tmp_path: Path) -> None:
     terminal = Terminal()
     with mock() as url:

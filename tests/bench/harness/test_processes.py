@@ -19,6 +19,7 @@ from hostcache.bench.harness.load import Cast, shares
 from hostcache.bench.harness.processes import Plan, working
 from hostcache.bench.harness.rotate import RotateParameters
 from hostcache.bench.harness.texts import Texts
+from hostcache.client.crew import line_of
 from hostcache.errors import ServerError
 from hostcache.records import RequestRecord, SegmentRecord
 from hostcache.testing.mock_server import MockServer
@@ -111,7 +112,7 @@ def test_a_worker_whose_input_ends_stops_by_itself(tmp_path: Path) -> None:
                 stdout=asyncio.subprocess.PIPE)
             assert worker.stdin is not None
             assert worker.stdout is not None
-            worker.stdin.write(plan.line())
+            worker.stdin.write(line_of(plan.message()))
             assert b"ready" in await worker.stdout.readline()
             worker.stdin.write(b'{"order":{"segment":"prime","part":"","start_s":0.0,"until_s":null}}\n')
             assert b'"outcome":"ok"' in await worker.stdout.readline()

@@ -110,28 +110,36 @@ class Tally:
     def failed(self) -> str:
         return ", ".join(f"{count} {kind}" for kind, count in self.errors.most_common()) or "none"
 
+    @property
+    def line(self) -> str:
+        return (f"{self.turns} {'turn' if self.turns == 1 else 'turns'}, TTFT p50 {self.ttft}, hit {self.hit_share}, "
+                f"errors {self.failed}, lag p99 {self.lag}")
+
     def left(self, now_s: float) -> str:
         return "" if self.until_s is None else f", {max(0.0, self.until_s - now_s):.0f} s left"
 
 
 class PlainScreen:
-    """One line now and then."""
+    """One line when a segment ends, and now and then while a long one goes on."""
 
     wants_counters = False
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         self._progress = Progress(stream, clock)
         self._clock = clock
-        self._title = ""
+        self._title = self._place = ""
         self._tally = Tally()
 
     def cell(self, title: str, described: Mapping[str, Any]) -> None:
+        self._end_segment()
         self._title = title
         self._progress.note(f"{title}: {described.get('engine')} {described.get('version') or ''}".rstrip())
 
     def segment(self, name: SegmentName, part: str, until_s: float | None) -> None:
+        self._end_segment()
         self._tally.begin(name, part, until_s)
-        self._progress.stage(" ".join(filter(None, (self._title, part, name))), doing="begins")
+        self._place = " ".join(filter(None, (self._title, part, name)))
+        self._progress.stage(self._place, doing="")
 
     def heard(self, record: RequestRecord) -> None:
         self._tally.heard(record)
@@ -143,13 +151,17 @@ class PlainScreen:
         self._progress.note(text)
 
     def refresh(self) -> None:
-        tally = self._tally
-        if tally.segment:
-            self._progress.show(f"{tally.turns} turns, TTFT p50 {tally.ttft}, hit {tally.hit_share}, errors "
-                                f"{tally.failed}, lag p99 {tally.lag}{tally.left(self._clock.now())}")
+        if self._tally.segment:
+            self._progress.show(f"{self._tally.line}{self._tally.left(self._clock.now())}")
 
     def close(self) -> None:
+        self._end_segment()
         self._progress.finish()
+
+    def _end_segment(self) -> None:
+        if self._tally.turns or self._tally.errors:
+            self._progress.note(f"{self._place}: {self._tally.line}")
+        self._tally.begin("", "", None)
 
 
 class RichScreen:

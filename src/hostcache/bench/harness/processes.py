@@ -1,30 +1,25 @@
 """Load from several processes: this side of the pipe. The other side is worker.py.
 
-A worker gets its plan as the first line of its standard input, then orders; it gives records and `done` back, one JSON
-object a line. Nobody is trusted to live: a worker that ends before its time voids the run with a reason, and a worker
-whose input ends stops by itself, so none is left over when this process is killed.
+A worker gets its plan as the first line of its standard input, then orders; it gives records and `done` back. A worker
+that ends before its time voids the run with a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
-import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from hostcache.bench.harness.load import Cast, Emit, Order, together
+from hostcache.bench.harness.load import Cast, Emit, Order
 from hostcache.bench.harness.texts import Mode
-from hostcache.errors import ServerError
+from hostcache.client.crew import Crew, crew
 from hostcache.records import RequestRecord, from_json
 
-END_TIMEOUT_S = 10.0
-_LONGEST_LINE = 1 << 28
+_COMMAND = (sys.executable, "-m", "hostcache.bench.harness.worker")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,123 +36,63 @@ class Plan:
     want_ids: bool
     silence_s: float
 
-    def line(self) -> bytes:
+    def message(self) -> dict[str, Any]:
         texts = self.cast.texts
-        return _line({
+        return {
             "workload": self.workload, "parameters": self.parameters, "url": self.url, "api_key": self.api_key,
             "model": self.model, "ignore_eos": self.ignore_eos, "want_ids": self.want_ids,
             "silence_s": self.silence_s, "part": self.cast.part,
             "count": self.cast.count, "mine": self.cast.mine, "limit_tokens": self.cast.limit_tokens,
             "texts": {"mode": texts.mode, "source": texts.source, "seed": texts.seed, "salt": texts.salt,
                       "chars_per_token": texts.chars_per_token},
-        })
+        }
 
 
 class WorkerCrew:
     """Clients in processes of their own."""
 
-    def __init__(self, workers: Sequence[_Worker]) -> None:
+    def __init__(self, workers: Crew, emit: Emit) -> None:
         self._workers = workers
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(worker.pid for worker in self._workers)
+        self._emit = emit
 
     async def obey(self, order: Order) -> None:
-        await together(worker.obey(order) for worker in self._workers)
+        for number in range(len(self._workers)):
+            self._workers.say(number, {"order": dataclasses.asdict(order)})
+        await self.until_all_said("done")
 
     def halt(self) -> None:
-        for worker in self._workers:
-            worker.say({"halt": True})
+        for number in range(len(self._workers)):
+            self._workers.say(number, {"halt": True})
+
+    async def until_all_said(self, wanted: str) -> None:
+        """Raises ServerError (WorkerLost) when one cannot go on."""
+        missing = set(range(len(self._workers)))
+        while missing:
+            number, message = await self._workers.hear()
+            self.take(message)
+            if wanted in message:
+                missing.discard(number)
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        if "record" in message:
+            record = from_json(message["record"])
+            assert isinstance(record, RequestRecord)
+            self._emit(record)
 
 
 @asynccontextmanager
 async def working(plans: Sequence[Plan], *, emit: Emit, log_dir: Path) -> AsyncIterator[WorkerCrew]:
     """One worker a plan; all have ended when this is left, and everything they had to say was heard."""
-    workers: list[_Worker] = []
-    try:
-        for number, plan in enumerate(plans):
-            workers.append(await _start(number, plan, emit, log_dir))
-        await together(worker.ready() for worker in workers)
-        yield WorkerCrew(workers)
-    finally:
-        await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
-
-
-class _Worker:
-    def __init__(self, number: int, process: asyncio.subprocess.Process, emit: Emit, log: Path) -> None:
-        self._number = number
-        self._process = process
-        self._emit = emit
-        self._log = log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def say(self, message: dict[str, Any]) -> None:
-        self.send(_line(message))
-
-    def send(self, line: bytes) -> None:
-        """To a dead worker it is said in vain: `_listen` will see that it is dead."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            self._process.stdin.write(line)
-
-    async def ready(self) -> None:
-        await self._listen("ready")
-
-    async def obey(self, order: Order) -> None:
-        self.say({"order": dataclasses.asdict(order)})
-        await self._listen("done")
-
-    async def end(self) -> None:
-        """Its input ends, so it stops; what it still says is heard."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+    name = f"worker-{plans[0].cast.part or 'all'}" if plans else "worker"
+    async with crew(_COMMAND, [plan.message() for plan in plans], log_dir=log_dir, name=name) as workers:
+        ours = WorkerCrew(workers, emit)
         try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                with contextlib.suppress(ServerError):
-                    await self._listen("bye")
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        if self._log.is_file() and not self._log.stat().st_size:
-            self._log.unlink()
-
-    async def _listen(self, wanted: str) -> None:
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            message: dict[str, Any] = json.loads(line)
-            if "record" in message:
-                record = from_json(message["record"])
-                assert isinstance(record, RequestRecord)
-                self._emit(record)
-            elif "failed" in message:
-                raise ServerError(f"worker {self._number}: {message['failed']}")
-            elif wanted in message:
-                return
-        code = await self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        raise ServerError(f"worker {self._number} (process {self.pid}) {how} before its work was done; its requests "
-                          f"are lost, so the run is void (its log: {self._log})")
-
-
-async def _start(number: int, plan: Plan, emit: Emit, log_dir: Path) -> _Worker:
-    log = log_dir / f"worker-{plan.cast.part or 'all'}-{number}.log"
-    with log.open("ab") as stream:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hostcache.bench.harness.worker", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=stream, limit=_LONGEST_LINE,
-            start_new_session=True)  # Ctrl-C reaches us alone; the workers are told by their input's end
-    worker = _Worker(number, process, emit, log)
-    worker.send(plan.line())
-    return worker
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+            await ours.until_all_said("ready")
+            yield ours
+        finally:
+            await asyncio.shield(workers.end())
+            for message in workers.rest():
+                ours.take(message)
 
 
 def mode_of(text: str) -> Mode:
