@@ -207,6 +207,20 @@ def test_a_point_that_was_cut_short_is_run_again_from_its_beginning(tmp_path: Pa
     assert sorted(each.client for each in primes if each.turn == 0) == [0, 1]
 
 
+def test_a_point_that_failed_before_the_interruption_ends_the_ramp_on_resume_too(tmp_path: Path) -> None:
+    records = records_of(RAMP, tmp_path)
+    lines = (tmp_path / RECORDS).read_text().splitlines(keepends=True)
+    window = next(i for i, record in enumerate(records) if isinstance(record, SegmentRecord)
+                  and (record.segment, record.part) == ("window", "1"))
+    (tmp_path / RECORDS).write_text("".join(lines[: window + 1]))  # kill -9 right after it
+
+    def stop(part: str, records: Sequence[Record]) -> str | None:
+        return "ttft_p95_s" if requests(records, segment="window", part=part) else None
+
+    again = records_of(RAMP, tmp_path, resume=True, stop=stop)
+    assert places(again) == [("before", ""), ("prime", "1"), ("window", "1"), ("before", "resumed 1"), ("after", "")]
+
+
 def test_another_cell_does_not_go_on_in_the_same_file(tmp_path: Path) -> None:
     records_of(RAMP, tmp_path)
     lines = (tmp_path / RECORDS).read_text().splitlines(keepends=True)

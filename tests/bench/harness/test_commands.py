@@ -206,9 +206,9 @@ def test_a_plain_screen_says_how_each_segment_ended_and_nothing_of_one_without_r
     pipe, clock = io.StringIO(), VirtualClock()
     screen = PlainScreen(pipe, clock)
     screen.cell("b1 · on", {"engine": "mock"})
-    for part, requests in (("prose 200", 1), ("prose 700", 0), ("code 200", 2)):
+    for part, count in (("prose 200", 1), ("prose 700", 0), ("code 200", 2)):
         screen.segment("rung", part, None)
-        for _ in range(requests):
+        for _ in range(count):
             screen.refresh()
             screen.heard(record)
     screen.close()

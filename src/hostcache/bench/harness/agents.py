@@ -224,6 +224,8 @@ async def run_ramp(cell: Cell, workload: Playable, points: Sequence[int], durati
         part = str(count)
         if cell.done("window", part):
             cell.note(f"{part} agents: measured by an earlier run")
+            if cell.stop(part) is not None:
+                return
             continue
         async with cell.crew(workload, count=count, part=part) as crew:
             first = FirstTurns(count)

@@ -128,7 +128,8 @@ class Cell:
     """A cell under way, as its workload sees it."""
 
     def __init__(self, spec: CellSpec, serving: Serving, texts: Texts, *, clock: Clock, folder: Path,
-                 write: Callable[[Record], None], screen: Screen, kept: frozenset[Place], stop: Stop | None) -> None:
+                 write: Callable[[Record], None], screen: Screen, stop: Stop | None,
+                 earlier: Sequence[Record] = ()) -> None:
         self.spec = spec
         self.serving = serving
         self.texts = texts
@@ -136,7 +137,7 @@ class Cell:
         self._folder = folder
         self._write = write
         self._screen = screen
-        self._kept = kept
+        self._earlier = earlier
         self._stop = stop
         self._ears: list[Callable[[RequestRecord], None]] = []
         self._now: Place | None = None
@@ -150,7 +151,8 @@ class Cell:
 
     def done(self, segment: SegmentName, part: str = "") -> bool:
         """An interrupted run finished it already."""
-        return (segment, part) in self._kept
+        return any(isinstance(record, SegmentRecord) and (record.segment, record.part) == (segment, part)
+                   for record in self._earlier)
 
     def note(self, text: str) -> None:
         """One line for whoever watches."""
@@ -158,7 +160,8 @@ class Cell:
 
     def stop(self, part: str) -> str | None:
         """Why a ramp ends after this point; None: it goes on."""
-        reason = None if self._stop is None else self._stop(part, self._part)
+        measured = [record for record in self._earlier if getattr(record, "part", None) == part] or self._part
+        reason = None if self._stop is None else self._stop(part, measured)
         if reason is not None:
             self.note(f"the ramp ends at {part}: {reason}")
         return reason
@@ -310,12 +313,13 @@ async def measure(spec: CellSpec, serving: Serving, folder: Path, *, clock: Cloc
     mode = _mode(spec, serving.capabilities)
     source, digests = await _source(spec, mode, serving.client)
     record = _cell_record(spec, serving, mode, {**digests, **spec.workload.inputs(), **spec.inputs})
-    salt, kept, part = record.salt, frozenset[Place](), ""
+    salt, part = record.salt, ""
+    before: Sequence[Record] = ()
     if resume and path.exists():
         earlier = Earlier(path, spec.workload.keeps)
         earlier.check(record)
-        writer, kept = earlier.continued(record), earlier.kept
-        if kept:  # what the earlier run sent may be in a cache by now
+        writer, before = earlier.continued(record), earlier.records
+        if before:  # what the earlier run sent may be in a cache by now
             part, salt = f"resumed {earlier.runs}", f"{earlier.first.salt}/{earlier.runs}"
     else:
         writer = RecordWriter(path)
@@ -324,8 +328,8 @@ async def measure(spec: CellSpec, serving: Serving, folder: Path, *, clock: Cloc
     outcome: Literal["finished", "interrupted", "failed"] = "failed"
     detail = ""
     try:
-        cell = Cell(spec, serving, texts, clock=clock, folder=folder, write=writer.write, screen=screen, kept=kept,
-                    stop=stop)
+        cell = Cell(spec, serving, texts, clock=clock, folder=folder, write=writer.write, screen=screen, stop=stop,
+                    earlier=before)
         screen.cell(f"{spec.cell} · {spec.arm}", serving.described)
         async with beside(_watch(screen, serving, clock)):
             await cell.bracket("before", part)

@@ -49,7 +49,8 @@ def whole_records(path: Path) -> Iterator[Record]:
 
 
 class Earlier:
-    """What an interrupted run left. `kept`: its segments that count; the others are run again, under another salt."""
+    """What an interrupted run left. `kept`: its segments that count, with their `records`; the others are run again,
+    under another salt."""
 
     def __init__(self, path: Path, keeps: Callable[[frozenset[Place]], frozenset[Place]]) -> None:
         """Raises ConfigError for a file that is none of a cell."""
@@ -61,7 +62,7 @@ class Earlier:
         segments = [(record.segment, record.part) for record in records if isinstance(record, SegmentRecord)]
         self.kept = keeps(frozenset(place for place in segments if place[0] not in ("before", "after")))
         stay = {*self.kept, *(place for place in segments if place[0] == "before" and self.kept)}
-        self._stay = [record for record in records if isinstance(record, SegmentRecord | RequestRecord)
+        self.records = [record for record in records if isinstance(record, SegmentRecord | RequestRecord)
                       and (record.segment, record.part) in stay]
         self.runs = 1
         while self._backup().exists():
@@ -83,7 +84,7 @@ class Earlier:
         part = self._path.with_name(f"{RECORDS}.part")
         part.unlink(missing_ok=True)
         writer = RecordWriter(part)
-        for record in (self.first if self.kept else now, *self._stay):
+        for record in (self.first if self.kept else now, *self.records):
             writer.write(record)
         shutil.copyfile(self._path, self._backup())
         part.replace(self._path)
