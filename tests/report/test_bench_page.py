@@ -10,7 +10,13 @@ from tests.report.bench_documents import published, troubled, whole
 from tests.report.pages_read import read
 
 from hostcache.report.bench_page import MARKS_MOST, bench_html, bench_markdown, bench_text, summary_line
-from hostcache.report.bench_tables import comparison_table, counters_tables, readings_table, refusals_table
+from hostcache.report.bench_tables import (
+    comparison_table,
+    counters_tables,
+    readings_table,
+    refusals_table,
+    verdicts_table,
+)
 
 PAGE = bench_html(whole(), published())
 DRAWING = re.compile(r'<svg viewBox="[^"]*" role="img".*?</svg>', flags=re.S)
@@ -136,6 +142,16 @@ def test_counters_are_told_for_each_segment_with_their_balance() -> None:
     (table,) = [table for table in counters_tables(whole()) if table.title == "b5-agents on 1"]
     assert {row[0] for row in table.rows} >= {"before", "prime 8", "window 32", "after"}
     assert {row[table.columns.index("balance")] for row in table.rows} == {"balanced"}
+
+
+def test_the_terminal_lists_goals_and_what_was_missed_and_counts_the_rest() -> None:
+    document = whole()
+    passed = [each for each in document["verdicts"] if (each["kind"], each["verdict"]) == ("point", "pass")]
+    table = verdicts_table(document, brief=True)
+    assert table is not None
+    assert len(table.rows) == len(document["verdicts"]) - len(passed) > 0
+    assert f"Not listed: {len(passed)} bars" in table.note
+    assert f"Not listed: {len(passed)} bars" in bench_text(document)
 
 
 def test_without_published_figures_nothing_is_set_beside_anything() -> None:

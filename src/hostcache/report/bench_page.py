@@ -56,7 +56,8 @@ _SLOWEST = 40
 def bench_text(document: Document, published: Document | None = None) -> str:
     """What the command prints: no table of sentences. The summary is its last line."""
     beside_it = published_tables(document, published)[1:] if published else []
-    tables = as_text([cells_table(document), *_compared(document), *beside_it, *_judged(document)])
+    tables = as_text([cells_table(document), *_compared(document), *beside_it,
+                      *_some(verdicts_table(document, brief=True))])
     refused = refusals_table(document)
     lines = [f"{row[0]}: {row[3]}" for row in refused.rows] if refused else []
     return f"{tables}\n" + "".join(f"{line}\n" for line in lines) + f"{summary_line(document)}\n"

@@ -174,16 +174,21 @@ def unprimed_table(document: Document) -> Table | None:
         ) if rows else None
 
 
-def verdicts_table(document: Document) -> Table | None:
+def verdicts_table(document: Document, *, brief: bool = False) -> Table | None:
+    """`brief`: without the bars of single points that passed."""
+    listed = [each for each in document["verdicts"]
+              if not (brief and each["kind"] == "point" and each["verdict"] == "pass")]
     rows = tuple((f"{each['cell']} {each['arm']} {each['attempt'] or ''}".strip(), each["part"], each["kind"],
                   each["bar"], each["wants"], number(each["value"], 3),
                   each["verdict"] if each["verdict"] == "pass" else each["verdict"].upper(), each["why"] or MISSING)
-                 for each in document["verdicts"])
+                 for each in listed)
     if not rows:
         return None
+    left_out = len(document["verdicts"]) - len(listed)
     return Table(title="Verdicts", rows=rows, columns=(
         "cell, arm, attempt", "point", "kind", "bar", "wanted", "value", "verdict", "why"),
-        note="A goal is of two arms: a cell that is neutral where it must win has failed, even at zero errors.")
+        note="A goal is of two arms: a cell that is neutral where it must win has failed, even at zero errors."
+             + (f" Not listed: {left_out} bars of single points that passed." if left_out else ""))
 
 
 _COUNTERS = ("prompt_tokens", "cached_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "generated_tokens",

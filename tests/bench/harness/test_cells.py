@@ -353,7 +353,7 @@ def test_what_goes_wrong_is_a_record_with_a_reason_and_never_a_drop(tmp_path: Pa
 def test_a_server_that_falls_silent_is_given_up_with_a_reason(tmp_path: Path) -> None:
     async def run() -> None:
         async with MockServer(dataclasses.replace(QUICK, faults=(Fault(kind="stall", every=7),))) as server:
-            target = Target(arm="on", url=server.url, silence_s=0.1)
+            target = Target(arm="on", url=server.url, silence_s=0.5)
             await measure_on(server, dataclasses.replace(SMALL, clients=4), tmp_path, target=target)
 
     asyncio.run(run())
