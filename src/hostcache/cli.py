@@ -16,13 +16,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostcache import __version__
 from hostcache.clock import WallClock
 from hostcache.errors import ConfigError, HostCacheError, MissingDependency
 from hostcache.settings import SETTINGS, Settings, Settled, as_json, settle
 from hostcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from hostcache.bench.oracle_speed import Curves
 
 INTERRUPTED = 130
 NOTHING_RESTORED = 1
@@ -364,7 +367,24 @@ def _bench(args: argparse.Namespace, argv: Sequence[str]) -> int:
         from hostcache.sim.published import published_document
 
         pages = Pages(text=bench_text, markdown=bench_markdown, html=bench_html, published=published_document())
-        return bench.run(args, out=sys.stdout, err=sys.stderr, pages=pages, argv=["hostcache", *argv])
+        return bench.run(args, out=sys.stdout, err=sys.stderr, pages=pages, curves=_curves,
+                         argv=["hostcache", *argv])
+
+
+def _curves() -> Curves:
+    """The laboratory's, for who measures them: bench and lab do not know each other."""
+    from hostcache.bench.oracle_speed import Curves
+    from hostcache.lab.compiled import HAVE_NUMBA
+    from hostcache.lab.lru import stack_distances
+    from hostcache.lab.oracle import lru_curve, opt_curve
+    from hostcache.lab.stream import stream_of
+    from hostcache.workload.traces import open_trace
+
+    script = ("import sys; from hostcache.lab.oracle import lru_curve; from hostcache.lab.stream import stream_of; "
+              "from hostcache.workload.traces import open_trace; lru_curve(stream_of(open_trace(sys.argv[1])))")
+    return Curves(read=lambda path: stream_of(open_trace(path)), lru=lru_curve,
+                  optimum=lambda stream, bypass: opt_curve(stream, bypass=bypass), compiled=HAVE_NUMBA, script=script,
+                  distances=lambda ids, distinct, compiled: stack_distances(ids, distinct, loops=compiled))
 
 
 def _sim(args: argparse.Namespace, argv: Sequence[str]) -> int:

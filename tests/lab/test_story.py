@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hostcache.errors import ConfigError
+from hostcache.lab.lru import Touch
 from hostcache.lab.reconcile import collapsed_rate, reconcile, warm_rate
 from hostcache.lab.story import ENGINE_HITS, ENGINE_QUERIES, story, story_text
 from hostcache.lab.stream import Stream, stream_of
@@ -62,6 +63,13 @@ def test_each_impossible_rate_has_its_own_cause(slice_600: Stream) -> None:
 
 
 @needs_trace
+@pytest.mark.parametrize("touch", ["sequential", "batched", "tail-first"])
+def test_the_collapsed_bridge_is_found_whatever_order_of_touch_is_assumed(slice_600: Stream, touch: Touch) -> None:
+    outcome = reconcile(slice_600, capacity_blocks=1024, hits=ENGINE_HITS, queries=ENGINE_QUERIES, touch=touch)
+    assert (outcome.verdict, outcome.cause) == ("impossible", "bridge_collision")
+    assert "of 33 texts" in outcome.causes[0].says
+
+
 def test_counts_that_make_no_rate_are_refused(slice_600: Stream) -> None:
     with pytest.raises(ConfigError, match="no rate"):
         reconcile(slice_600, capacity_blocks=8, hits=0, queries=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -19,9 +20,10 @@ def line(*values: tuple[float, float], series: str = "on", dashed: bool = False,
         Point(x=x, y=y, label=f"{series} at {x:g}: {y:g}", short=f"{y:.1f}" if labels else "") for x, y in values))
 
 
-def draw(*lines: Line, x: Axis = X, log_x: bool = False, rule: Rule | None = None) -> ET.Element:
+def draw(*lines: Line, x: Axis = X, log_x: bool = False, rule: Rule | None = None,
+         rules: Sequence[Rule] = ()) -> ET.Element:
     return ET.fromstring(line_chart(lines, name="Time <per> turn", description="in words", x=x, y=Y, log_x=log_x,
-                                    rule=rule))
+                                    rule=rule, rules=rules))
 
 
 def dots(drawing: ET.Element) -> list[tuple[float, float]]:
@@ -77,6 +79,32 @@ def test_a_level_line_spans_the_plot_and_a_rule_stands_at_its_value() -> None:
     (rule,) = [each for each in drawing.iter("line") if each.get("class") == "rule"]
     assert float(rule.get("x1", "nan")) == pytest.approx(dots(drawing)[1][0], abs=0.03)
     assert "enough" in texts(drawing, "rule-text")
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=2, unique=True))
+def test_texts_of_two_rules_stand_at_their_lines_and_not_on_each_other(places: list[int]) -> None:
+    drawing = draw(line((0, 1), (100, 2)), rules=[Rule(x=float(place), text="a pool of them") for place in places])
+    lines = sorted(float(each.get("x1", "nan")) for each in drawing.iter("line") if each.get("class") == "rule")
+    written = sorted((float(text.get("x", "nan")), float(text.get("y", "nan")))
+                     for text in drawing.iter("text") if text.get("class") == "rule-text")
+    wide = 7.2 * len("a pool of them")
+    assert len(lines) == len(written) == len(places)
+    for i, (x, y) in enumerate(written):
+        assert any(abs(x - at) <= wide / 2 + 3.1 for at in lines)
+        assert wide / 2 - 0.1 <= x <= 720 - wide / 2 + 0.1
+        assert not any(abs(x - other) < wide - 0.1 and abs(y - level) < 12 for other, level in written[i + 1:])
+
+
+def test_a_curve_without_marks_keeps_its_values_as_titles_and_ticks_without_a_text_are_marks_alone() -> None:
+    x = Axis(name="tokens", write=lambda value: "" if value == 16 else f"{value:g}", ticks=(8.0, 16.0, 32.0),
+             rows=(("GiB", ("1", "", "4")),))
+    values = tuple(Point(x=x, y=x, label=f"at {x:g}") for x in (8.0, 16.0, 32.0))
+    drawing = draw(Line(series="on", points=values, marked=False), x=x)
+    assert [each.get("class") for each in drawing.iter("circle")] == ["unmarked"] * 3
+    assert [title.text for circle in drawing.iter("circle") for title in circle] == ["at 8", "at 16", "at 32"]
+    assert [text for text in texts(drawing, "tick") if text.isdigit()] == ["8", "32"]
+    assert texts(drawing, "value") == ["1", "4"]
+    assert sum(each.get("class") == "axis" and each.get("y2") == "293" for each in drawing.iter("line")) == 3
 
 
 def test_names_and_words_are_escaped_and_the_chart_is_told_in_words() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,107 +10,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hostcache.testing.page_rig import PageRig
 from hostcache.testing.rig import done, fingerprints
-from hostcache.tier import (
-    History,
-    HostCache,
-    Identity,
-    Mode,
-    PageKey,
-    Reason,
-    Reservation,
-    StoreJob,
-    TierConfig,
-    key_chain,
-)
+from hostcache.tier import Identity, Mode, PageKey, TierConfig, key_chain
 from hostcache.tier import table as t
 
 PAGE = 4
 IDENTITY = Identity(model="pages", revision="1", dtype="none", layout="pages", page_tokens=PAGE)
 
 
-class PageDevice:
-    """`queue`: the free pages, next victim first. A request's pages join its young end when it is over, tails first.
-
-    `eager`: every copy is over before the next event; else a page whose copy still runs when it is needed is waited
-    for (`patient`) or its copy is given up.
-    """
+class PageDevice(PageRig):
+    """The rig for prompts of tokens."""
 
     def __init__(self, device_pages: int, host_pages: int, *, window: int = 4, eager: bool = True, patient: bool = True,
                  max_job_pages: int = 256, eviction: str = "scan-resistant") -> None:
         config = TierConfig(host_cache_bytes=host_pages, page_bytes=1, page_tokens=PAGE, mode=Mode.ON_PRESSURE,
                             max_job_pages=max_job_pages, eviction=eviction, quarantine_limit=1.0)
-        self.cache = HostCache(config, history=History(4096))
-        self.device_pages, self.window, self.eager, self.patient = device_pages, window, eager, patient
-        self.queue: dict[PageKey, bytes] = {}
-        self.frames: dict[int, bytes] = {}
-        self.jobs: dict[int, tuple[StoreJob, list[bytes]]] = {}
-        self.overdue: set[int] = set()
-        self.evicted = self.saved = 0
+        super().__init__(config, device_pages, history_entries=4096, window=window, eager=eager, patient=patient)
 
     def visit(self, tokens: Sequence[int], *, fails: bool = False) -> tuple[int, int]:
         """(pages from the device, pages from the host)."""
-        chain, prints = key_chain(tokens, IDENTITY), fingerprints(tokens, PAGE)
-        limit = max(0, len(tokens) - 1) // PAGE
-        device = next((i for i in range(limit) if chain.keys[i] not in self.queue), limit)
-        held = {key: self.queue.pop(key) for key in chain.keys[:device]}
-        match = self.cache.lookup(chain, device, limit)
-        answer = self.cache.reserve(match) if match.pages else None
-        assert answer is None or isinstance(answer, Reservation)
-        restored = 0 if answer is None or fails else answer.pages
-        rest = [key for key in chain.keys[device:] if key not in self.queue]
-        others = {key: self.queue.pop(key) for key in chain.keys[device:] if key in self.queue}
-        self._make_room(len(rest), len(held) + len(others))
-        if answer is not None:
-            for i, frame in enumerate(answer.frames.tolist()):
-                assert self.frames[frame] == prints[device + i]
-            if fails:
-                self.cache.abandon(answer, Reason.FAILED, copying=False)
-            else:
-                self.cache.commit(answer)
-        self.cache.device_added(chain, 0, len(chain))
-        self.cache.touch(chain, device + restored)
-        self.queue.update((chain.keys[i], prints[i]) for i in reversed(range(len(chain))))
-        self.look_ahead()
-        return device, restored
-
-    def look_ahead(self) -> None:
-        if len(self.queue) + self.window > self.device_pages:
-            near = list(islice(self.queue, self.window))
-            self._submit(self.cache.plan_pages(near, now_s=0.0), self.queue)
-
-    def _make_room(self, want: int, held: int) -> None:
-        gone: dict[PageKey, bytes] = {}
-        while self.queue and self.device_pages - len(self.queue) - held < want:
-            key = next(iter(self.queue))
-            gone[key] = self.queue.pop(key)
-        self._submit(self.cache.plan_pages(tuple(gone), now_s=0.0, at_once=True), gone)
-        for job_id, (job, _) in list(self.jobs.items()):
-            if any(key in gone for key in job.keys) and job_id not in self.overdue:
-                if self.patient:
-                    self.complete(job_id)
-                else:
-                    self.cache.expire(job_id, running=True)
-                    self.overdue.add(job_id)
-        self.cache.device_removed(tuple(gone)[::-1])
-        self.evicted += len(gone)
-        self.saved += sum(reason is None for reason in self.cache.held(tuple(gone)))
-
-    def _submit(self, jobs: list[StoreJob], source: dict[PageKey, bytes]) -> None:
-        for job in jobs:
-            self.jobs[job.job_id] = (job, [source[key] for key in job.keys])
-            if self.eager:
-                self.complete(job.job_id)
-
-    def complete(self, job_id: int, error: str | None = None) -> None:
-        job, payloads = self.jobs.pop(job_id)
-        for frame, payload in zip(job.frames.tolist(), payloads, strict=True):
-            self.frames[frame] = payload if error is None else b"half a page"
-        self.cache.settle(done(job_id, error))
-
-    def clear(self) -> None:
-        self.queue.clear()
-        self.cache.device_cleared()
+        served = self.serve(key_chain(tokens, IDENTITY), fingerprints(tokens, PAGE), prompt_tokens=len(tokens),
+                            fails=fails)
+        return served.device, served.host
 
 
 def talk(name: int, pages: int) -> list[int]:

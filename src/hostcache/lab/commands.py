@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
+from hostcache.clock import WallClock
 from hostcache.errors import ConfigError
 from hostcache.folders import new_folder
 from hostcache.lab.lru import Touch
 from hostcache.lab.oracle import oracle
+from hostcache.lab.own_tier import OwnTier, own_tier
 from hostcache.lab.probe_commands import PROBE_WORDS, add_probe_arguments, run_probe_command
 from hostcache.lab.story import story, story_text
-from hostcache.lab.stream import stream_of
+from hostcache.lab.stream import Stream, stream_of
 from hostcache.lab.trace_commands import add_reading_arguments, add_trace_arguments, open_asked, run_trace
 from hostcache.sizes import parse_size
 
@@ -33,7 +35,8 @@ examples:
   hostcache lab oracle --trace conversation_trace.jsonl.gz --requests 600 --block-tokens 64 --pool-tokens 65536 --json
 
 Every capacity of LRU and of the optimum in one pass each. With numba ('hostcache[lab]') a million references take
-well under a second, without it about twenty times as long.
+well under a second, without it about twenty times as long. With a pool and a host, hostcache's own tier is driven over
+the trace too, request by request, which takes longer.
 """
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -68,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each.add_argument("--touch", choices=get_args(Touch), default="sequential",
                       help="the order in which LRU hears of a request's blocks (default: %(default)s)")
     each.add_argument("--pool-tokens", type=int, metavar="N", help="a device pool to mark")
-    each.add_argument("--host-tokens", type=int, metavar="N", help="a host tier behind it to mark")
+    each.add_argument("--host-tokens", type=int, metavar="N",
+                      help="a host tier behind it to mark; hostcache's own tier is then driven over the trace")
+    each.add_argument("--page-tokens", type=int, metavar="N",
+                      help="pages of that tier, counted as an engine does (default: one page is one block)")
+    each.add_argument("--no-own-tier", action="store_true", help="leave that tier out, for a very long trace")
     each.add_argument("--kv-bytes-per-token", metavar="SIZE", help="to show capacities in bytes too")
     each.add_argument("--out", type=Path, metavar="DIR", help="new folder (default: the next hostcache-lab/NNN)")
     each.add_argument("--json", action="store_true", help="print the document instead of the tables")
@@ -92,18 +99,22 @@ def _story(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, 
 
 
 def _oracle(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, argv: Sequence[str]) -> int:
-    for flag in ("requests", "block_tokens", "pool_tokens", "host_tokens"):
+    for flag in ("requests", "block_tokens", "pool_tokens", "host_tokens", "page_tokens"):
         if (value := getattr(args, flag)) is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}; give 1 or more")
     if args.host_tokens is not None and args.pool_tokens is None:
         raise ConfigError("--host-tokens is given without --pool-tokens; a host tier stands behind a device pool")
+    if args.page_tokens is not None and (args.host_tokens is None or args.no_own_tier):
+        raise ConfigError(f"--page-tokens is {args.page_tokens}, but no tier is driven; give --pool-tokens and "
+                          "--host-tokens, without --no-own-tier")
     token_bytes = None if args.kv_bytes_per_token is None else parse_size(args.kv_bytes_per_token,
                                                                           name="--kv-bytes-per-token")
     stream = stream_of(open_asked(args), limit=args.requests, block_tokens=args.block_tokens)
     document = {
         "version": 1, "trace": args.trace.name, "command": ["hostcache", *argv], "kv_bytes_per_token": token_bytes,
         **oracle(stream, pool_tokens=args.pool_tokens, host_tokens=args.host_tokens, touch=args.touch,
-                 progress=lambda text: print(f"  {text}", file=err, flush=True))}
+                 progress=lambda text: print(f"  {text}", file=err, flush=True)),
+        "own_tier": None if args.host_tokens is None or args.no_own_tier else _own_tier(stream, args, err).as_json()}
     folder = new_folder(args.out, "hostcache-lab")
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     (folder / "oracle.json").write_text(text, encoding="utf-8")
@@ -111,3 +122,21 @@ def _oracle(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages,
     out.write(text if args.json else pages.oracle_text(document))
     err.write(f"written: {folder}/ (oracle.json, oracle.html)\n")
     return 0
+
+
+TELL_EVERY_S = 5.0
+
+
+def _own_tier(stream: Stream, args: argparse.Namespace, err: TextIO) -> OwnTier:
+    clock = WallClock()
+    due_s = clock.now() + TELL_EVERY_S
+
+    def progress(requests: int) -> None:
+        nonlocal due_s
+        if clock.now() >= due_s:
+            due_s = clock.now() + TELL_EVERY_S
+            print(f"  hostcache's own tier: {requests:,} of {stream.requests:,} requests", file=err, flush=True)
+
+    print("  hostcache's own tier, request by request", file=err, flush=True)
+    return own_tier(stream, device_tokens=args.pool_tokens, host_tokens=args.host_tokens,
+                    page_tokens=args.page_tokens, progress=progress)

@@ -168,7 +168,7 @@ def two_tiers(curve: Curve, device_blocks: int, host_blocks: int) -> tuple[TwoTi
 # All of it ----------------------------------------------------------------------------------------------------------
 
 
-def capacities(curve: Curve, distinct: int, points: int = 48) -> list[int]:
+def capacities(curve: Curve, distinct: int, points: int = 96) -> list[int]:
     """Capacities worth drawing: evenly spaced in the logarithm up to where nothing more is gained, no more than there
     are blocks."""
     most = max(2, min(distinct, int(len(curve.counts) * 1.25)))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import combinations, product
 from typing import TypeAlias
 
 
@@ -93,20 +94,22 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a chart, its points in ascending x. Dashed lines have hollow marks; a `level` line has none, it is
-    drawn across the whole width at its one point's height, with that point's `short` at its end."""
+    """One line of a chart, its points in ascending x. Dashed lines have hollow marks; a line that is not `marked` has
+    none, for a curve of many points; a `level` line has none either, it is drawn across the whole width at its one
+    point's height, with that point's `short` at its end."""
 
     series: str
     points: tuple[Point, ...]
     dashed: bool = False
     level: bool = False
+    marked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """What is written along one side: its name, and how a tick is written. `ticks` None: round numbers from 0 for y,
-    both ends for x. `rows`, of x alone: (name, one text a tick), written under the ticks like a small table, where
-    labels beside the points would cover each other."""
+    both ends for x; a tick that is written "" is a mark alone. `rows`, of x alone: (name, one text a tick), written
+    under the ticks like a small table: a second unit, or labels that would cover each other beside the points."""
 
     name: str
     write: Callable[[float], str]
@@ -123,17 +126,19 @@ class Rule:
 
 
 _PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_FOOT, _INSET, _TEXT_ROW = 64, 16, 42, 288, 46, 19
-_LETTER, _LABEL_HEIGHT, _RADIUS = 7.2, 15, 4.5
+_LETTER, _LABEL_HEIGHT, _RADIUS, _CROSSED = 7.2, 15, 4.5, 2.5
 """Sizes in the drawing's own units. `_LETTER` is a guess at the mean width of a digit, on the wide side, for keeping
-labels apart; nothing measures text here."""
+labels apart; nothing measures text here. `_CROSSED`: how many steps further away a label may stand before it is rather
+crossed by a line."""
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
 
 def line_chart(lines: Sequence[Line], *, name: str, description: str, x: Axis, y: Axis, log_x: bool = False,
-               y_most: float | None = None, rule: Rule | None = None) -> str:
+               y_most: float | None = None, rule: Rule | None = None, rules: Sequence[Rule] = ()) -> str:
     """Lines over a common axis from 0. `y_most`: the value at the top (default: a round number above the highest).
+    `rule`, `rules`: one or several.
 
     Raises ValueError where there is no point, or one with x ≤ 0 on a logarithmic axis, or a negative y.
     """
@@ -146,10 +151,11 @@ def line_chart(lines: Sequence[Line], *, name: str, description: str, x: Axis, y
     frame = _frame_of(places, points, x.ticks or (), y, log_x, y_most)
     slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
     height = _PLOT_FOOT + 14 + _TEXT_ROW * max(2, 1 + len(x.rows))
-    marks = [*_grid(frame, x, y), *([_rule(frame, rule)] if rule else [])]
+    placed = _placed(frame, [*([rule] if rule else []), *rules])
+    marks = [*_grid(frame, x, y), *(_rule(frame, each, box) for each, box in placed)]
     for line in lines:
         marks += _level(frame, line) if line.level else _line(frame, line)
-    marks += _labels(frame, lines, [_rule_box(frame, rule)] if rule else [])
+    marks += _labels(frame, lines, [box for _, box in placed])
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{slug}-t {slug}-d" '
         f'class="chart lines">\n<title id="{slug}-t">{escape(name)}</title>\n'
@@ -220,6 +226,8 @@ def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
         at = frame.x(value)
         marks.append(f'<line class="axis" x1="{at:.2f}" y1="{_PLOT_FOOT}" x2="{at:.2f}" y2="{_PLOT_FOOT + 5}"/>')
         for j, (kind, text) in enumerate([("tick", x.write(value)), *(("value", texts[i]) for _, texts in x.rows)]):
+            if not text:
+                continue
             marks.append(f'<text class="{kind}" x="{at:.2f}" y="{under + j * _TEXT_ROW}" text-anchor="middle">'
                          f"{escape(text)}</text>")
     if x.rows:
@@ -230,25 +238,37 @@ def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
     return marks
 
 
-def _rule(frame: _Frame, rule: Rule) -> str:
-    at, (_, _, _, foot) = frame.x(rule.x), _rule_box(frame, rule)
+def _rule(frame: _Frame, rule: Rule, box: Box) -> str:
+    at, (left, _, right, foot) = frame.x(rule.x), box
     return (f'<line class="rule" x1="{at:.2f}" y1="{foot:.2f}" x2="{at:.2f}" y2="{_PLOT_FOOT}"/>'
-            f'<text class="rule-text" x="{at:.2f}" y="{foot - 4:.2f}" text-anchor="middle">{escape(rule.text)}</text>')
+            f'<text class="rule-text" x="{(left + right) / 2:.2f}" y="{foot - 4:.2f}" text-anchor="middle">'
+            f"{escape(rule.text)}</text>")
 
 
-def _rule_box(frame: _Frame, rule: Rule) -> Box:
-    """The rule's text stands at its head, above the plot."""
-    at, wide = frame.x(rule.x), len(rule.text) * _LETTER
-    return (at - wide / 2, _PLOT_TOP - 3.0 - _LABEL_HEIGHT, at + wide / 2, _PLOT_TOP - 3.0)
+def _placed(frame: _Frame, rules: Sequence[Rule]) -> list[tuple[Rule, Box]]:
+    """Each rule's text stands at its head, above the plot: over it, or beside it or a row higher where another's is in
+    the way."""
+    wanted = []
+    for rule in rules:
+        at, wide = frame.x(rule.x), len(rule.text) * _LETTER
+        wanted.append([(at + shift - wide / 2, foot - _LABEL_HEIGHT, at + shift + wide / 2, foot)
+                       for foot in (_PLOT_TOP - 3.0, _PLOT_TOP - 18.0) for shift in (0.0, wide / 2 + 3, -wide / 2 - 3)])
+    for boxes in product(*wanted):
+        stems = [(frame.x(rule.x), box[3], frame.x(rule.x), _PLOT_TOP) for rule, box in zip(rules, boxes, strict=True)]
+        if all(box[0] >= 0 and box[2] <= _WIDTH for box in boxes) and not any(
+                _overlap(one, other) for one, other in [*combinations(boxes, 2), *product(boxes, stems)]):
+            return list(zip(rules, boxes, strict=True))
+    return [(rule, middle) for rule, (middle, *_) in zip(rules, wanted, strict=True)]
 
 
 def _line(frame: _Frame, line: Line) -> list[str]:
     dashed = " dashed" if line.dashed else ""
     path = " ".join(f"{frame.x(point.x):.2f},{frame.y(point.y):.2f}" for point in line.points)
     marks = [f'<polyline class="line {escape(line.series)}{dashed}" points="{path}"/>']
+    look = f'class="dot {escape(line.series)}{dashed}"' if line.marked else 'class="unmarked" fill="transparent"'
     for point in line.points:
         marks.append(
-            f'<circle class="dot {escape(line.series)}{dashed}" cx="{frame.x(point.x):.2f}" '
+            f'<circle {look} cx="{frame.x(point.x):.2f}" '
             f'cy="{frame.y(point.y):.2f}" r="{_RADIUS}" data-x="{point.x!r}" data-value="{point.y!r}">'
             f"<title>{escape(point.label)}</title></circle>")
     return marks
@@ -266,7 +286,7 @@ def _labels(frame: _Frame, lines: Sequence[Line], taken: Sequence[Box]) -> list[
     """Each label near its mark, over no other label or mark, and over no line where there is such a place."""
     boxes = list(taken)
     for line in lines:
-        for point in () if line.level else line.points:
+        for point in line.points if line.marked and not line.level else ():
             x, y = frame.x(point.x), frame.y(point.y)
             boxes.append((x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS))
     crossed = [box for line in lines for box in _steps(frame, line)]
@@ -300,16 +320,17 @@ def _steps(frame: _Frame, line: Line) -> list[Box]:
 
 
 def _free_place(x: float, y: float, wide: float, boxes: Sequence[Box], crossed: Sequence[Box]) -> Box:
-    shifts = [(across, down) for i in range(6) for down in (-6.0 - 8 * i, 6.0 + _LABEL_HEIGHT + 8 * i)
+    """The nearest place over nothing else; one that a line crosses counts as so much further away."""
+    shifts = [(far, across, down) for far in range(6) for down in (-6.0 - 8 * far, 6.0 + _LABEL_HEIGHT + 8 * far)
               for across in (0.0, -wide / 3, wide / 3)]
-    shifts[6:6] = [(-wide / 2 - 8, 5.0), (wide / 2 + 8, 5.0)]
-    places = [(x + across - wide / 2, y + down - _LABEL_HEIGHT, x + across + wide / 2, y + down)
-              for across, down in shifts]
-    inside = [(left, top, right, foot) for left, top, right, foot in places if left >= _PLOT_LEFT
-              and right <= _WIDTH and top >= 16 and foot <= _PLOT_FOOT - 1]
-    free = [place for place in inside if not any(_overlap(place, box) for box in boxes)]
-    clear = [place for place in free if not any(_overlap(place, box) for box in crossed)]
-    return next(iter([*clear, *free, *inside, *places]))
+    shifts[6:6] = [(0, -wide / 2 - 8, 5.0), (0, wide / 2 + 8, 5.0)]
+    places = [(far, (x + across - wide / 2, y + down - _LABEL_HEIGHT, x + across + wide / 2, y + down))
+              for far, across, down in shifts]
+    inside = [(far, box) for far, box in places if box[0] >= _PLOT_LEFT and box[2] <= _WIDTH and box[1] >= 16
+              and box[3] <= _PLOT_FOOT - 1]
+    free = [(far + _CROSSED * any(_overlap(box, line) for line in crossed), box) for far, box in inside
+            if not any(_overlap(box, other) for other in boxes)]
+    return min(free, key=lambda place: place[0])[1] if free else next(iter([*inside, *places]))[1]
 
 
 def _overlap(one: Box, other: Box) -> bool:
