@@ -29,8 +29,9 @@ demo: $(VENV)/.ready  ## tier off against tier on with a real model, quick form:
 demo-full: $(VENV)/.ready  ## the form of record: about 35 minutes
 	$(BIN)/hostcache demo --full
 
-bench: $(VENV)/.ready-dev  ## copy, bookkeeping, engine and memory measurements
-	$(BIN)/hostcache bench
+# Part of it, or with a trace for the oracle: make bench BENCH_FLAGS='oracle --trace conversation_trace.jsonl.gz'
+bench: $(VENV)/.ready-dev  ## copy, bookkeeping, engine, simulator, memory, client and oracle measurements
+	$(BIN)/hostcache bench $(BENCH_FLAGS)
 
 # Not part of bench: it needs vLLM. Part of it, or smaller: make bench-vllm BENCH_VLLM_FLAGS='--quick --stages ttft'
 bench-vllm: $(VLLM_VENV)/.ready  ## the tier inside real vLLM servers, beside vLLM without it: about 50 minutes after set-up

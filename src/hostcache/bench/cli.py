@@ -1,20 +1,21 @@
-"""`hostcache bench …`: which measurement, workload or tool, and who runs it. Pages are handed in: it knows no report.
+"""`hostcache bench …`: which measurement, workload or tool, and who runs it. Knows no report and no laboratory.
 
 Three kinds of word: measurements of our own parts (`copy`, `engine` …), workloads against any OpenAI server (`rotate`,
-`agents` …), and tools (`corpus`, `mine`, `report` …).
+`agents` …), and tools (`corpus`, `mine`, `report` …). Pages and curves are handed in.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from hostcache.bench import measurements, tools
 from hostcache.bench.harness import commands as workloads
 from hostcache.bench.harness import matrix_commands
+from hostcache.bench.oracle_speed import Curves
 from hostcache.bench.tools import Pages, document_of, missed_bars
 from hostcache.bench.vllm import commands as inside_vllm
 
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**measurements.DEFAULTS)
 
 
-def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, argv: Sequence[str] = ()) -> int:
+def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages,
+        curves: Callable[[], Curves | None] = lambda: None, argv: Sequence[str] = ()) -> int:
     """The exit code."""
     what = args.what or "all"
     if what in tools.TOOLS:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, arg
                                     "report.html": pages.html(dict(document), pages.published)})
     if what == "vllm":
         return inside_vllm.run(args, out=out, err=err)
-    return measurements.run(args, out=out, err=err)
+    return measurements.run(args, out=out, err=err, curves=curves)
 
 
 def _workload(args: argparse.Namespace, what: str, *, out: TextIO, err: TextIO, pages: Pages,

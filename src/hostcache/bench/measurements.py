@@ -1,4 +1,4 @@
-"""`hostcache bench copy|bookkeeping|engine|sim|memory|all`: runs a measurement, prints its table, judges its bars.
+"""`hostcache bench copy|bookkeeping|…|all`: runs a measurement of our own parts, prints its table and bars.
 
 A measurement is a module with `run(...) -> dict` (ready for JSON) and `table(result) -> str`; how its bars are read
 stands in `MEASUREMENTS`. Nothing here is asserted by pytest: time is noisy, so bars are judged here and end in exit 3
@@ -16,8 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from hostcache.bench.client_speed import bars as client_bars
 from hostcache.bench.demo import describe_machine
 from hostcache.bench.memory import bars as memory_bars
+from hostcache.bench.oracle_speed import Curves
+from hostcache.bench.oracle_speed import bars as oracle_bars
 from hostcache.bench.sim_speed import bars as sim_bars
 from hostcache.clock import unix_time
 from hostcache.errors import BARS_MISSED, ConfigError
@@ -30,13 +33,15 @@ Bar = tuple[str, str, float, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """`judge` reads the bars off a result; `shown`: the module's own table has them already."""
+    """`judge` reads the bars off a result; `shown`: the module's own table has them already; `curves`: it is handed the
+    laboratory's."""
 
     module: str
     says: str
     options: Callable[[argparse.Namespace, TextIO], dict[str, Any]]
     judge: Callable[[Mapping[str, Any]], list[Bar]]
     shown: bool
+    curves: bool = False
 
 
 RESTORE_BAR = 0.85
@@ -49,6 +54,14 @@ def _none(_args: argparse.Namespace, _err: TextIO) -> dict[str, Any]:
 
 def _memory(args: argparse.Namespace, err: TextIO) -> dict[str, Any]:
     return {"model": args.model, "quota_bytes": parse_size(args.quota, name="--quota"), "err": err}
+
+
+def _oracle(args: argparse.Namespace, err: TextIO) -> dict[str, Any]:
+    return {"trace": args.trace, "progress": lambda line: err.write(f"  {line}\n")}
+
+
+def _client(_args: argparse.Namespace, err: TextIO) -> dict[str, Any]:
+    return {"progress": lambda line: err.write(f"  {line}\n")}
 
 
 def _engine(args: argparse.Namespace, err: TextIO) -> dict[str, Any]:
@@ -87,10 +100,15 @@ MEASUREMENTS: Mapping[str, Measurement] = {
                        says="how fast the simulator simulates"),
     "memory": Measurement(module="memory", options=_memory, judge=memory_bars, shown=False,
                           says="peak RSS with the tier minus without"),
+    "client": Measurement(module="client_speed", options=_client, judge=client_bars, shown=False,
+                          says="how truly the harness's client reports times, and whether it says when it cannot"),
+    "oracle": Measurement(module="oracle_speed", options=_oracle, judge=oracle_bars, shown=False, curves=True,
+                          says="the laboratory's curves, beside kvcache-simulator"),
 }
 
 
-DEFAULTS: Mapping[str, Any] = {"json": False, "out": None, "strict": False, "model": "smollm2", "quota": "2GiB"}
+DEFAULTS: Mapping[str, Any] = {"json": False, "out": None, "strict": False, "model": "smollm2", "quota": "2GiB",
+                               "trace": None}
 """Of the arguments, for who gives none."""
 
 
@@ -102,12 +120,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the engine and memory measurements (default: %(default)s)")
     parser.add_argument("--quota", default=DEFAULTS["quota"], metavar="SIZE",
                         help="of the memory measurement (default: %(default)s)")
+    parser.add_argument("--trace", type=Path, metavar="FILE",
+                        help="Mooncake's conversation trace, of the oracle measurement (default: a synthetic one)")
 
 
-def run(args: argparse.Namespace, *, out: TextIO, err: TextIO,
+def run(args: argparse.Namespace, *, out: TextIO, err: TextIO, curves: Callable[[], Curves | None] = lambda: None,
         load: Callable[[str], ModuleType] = importlib.import_module,
         measurements: Mapping[str, Measurement] = MEASUREMENTS) -> int:
-    """The exit code. Prints each table as soon as it is known; with --json one object at the end."""
+    """The exit code. Prints each table as soon as it is known; with --json one object at the end.
+
+    `curves`: the laboratory's, made when they are measured.
+    """
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} exists; results are never overwritten: give a new name")
     names = list(measurements) if args.what in (None, "all") else [args.what]
@@ -117,7 +140,7 @@ def run(args: argparse.Namespace, *, out: TextIO, err: TextIO,
         each = measurements[name]
         err.write(f"bench {name}: {each.says}\n")
         module = load(f"hostcache.bench.{each.module}")
-        result = module.run(**each.options(args, err))
+        result = module.run(**each.options(args, err), **({"curves": curves()} if each.curves else {}))
         bars = each.judge(result)
         judged = [{"name": what, "bar": bar, "value": value, "verdict": "pass" if met else "miss"}
                   for what, bar, value, met in bars]

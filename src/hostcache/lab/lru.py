@@ -6,7 +6,8 @@ most C. A first reference has none.
 
 With numba: each id's latest touch is one bit on a line of slots, in order of time; the distance is the number of bits
 from there on. The bits of 64 slots are one word, a Fenwick tree over the words sums the rest, so that the tree of a
-million ids fits a level-two cache. The line is packed when it is full. Without numba: the same numbers by counting, for
+million ids fits a level-two cache; the word that is being filled joins it when it is full. The line is packed when it
+is full. Without numba: the same numbers by counting, for
 each reference, the earlier ones whose previous touch lies before its own, bit by bit over the whole array at once.
 """
 
@@ -84,10 +85,12 @@ def _by_slots(ids: Ids, distinct: int, starts: Starts, tail_first: bool) -> Dist
     found = np.zeros(len(ids), dtype=np.int32)
     top = 0
     marked = 0
+    filling = 0  # the one word that is not in the tree, being touched all the time
     for request in range(len(starts) - 1):
         first, end = starts[request], starts[request + 1]
         if top + (end - first) > slots:
             top = _pack(bits, tree, owner, place)
+            filling = top >> 6
         for at in range(first, end):
             slot = place[ids[at]]
             if slot >= 0:
@@ -104,23 +107,24 @@ def _by_slots(ids: Ids, distinct: int, starts: Starts, tail_first: bool) -> Dist
             each = ids[at]
             slot = place[each]
             now = top >> 6
-            was = -1
+            if now != filling:
+                full = _ones(bits[filling])
+                node = filling + 1
+                while node <= words:
+                    tree[node] += full
+                    node += node & -node
+                filling = now
             if slot >= 0:
                 was = slot >> 6
                 bits[was] &= ~(one << np.uint64(slot & 63))
-            else:
-                marked += 1
-            bits[now] |= one << np.uint64(top & 63)
-            if was != now:
-                if was >= 0:
+                if was != filling:
                     node = was + 1
                     while node <= words:
                         tree[node] -= 1
                         node += node & -node
-                node = now + 1
-                while node <= words:
-                    tree[node] += 1
-                    node += node & -node
+            else:
+                marked += 1
+            bits[now] |= one << np.uint64(top & 63)
             place[each] = top
             owner[top] = each
             top += 1
@@ -130,7 +134,7 @@ def _by_slots(ids: Ids, distinct: int, starts: Starts, tail_first: bool) -> Dist
 @compiled
 def _pack(bits: npt.NDArray[np.uint64], tree: npt.NDArray[np.int32], owner: npt.NDArray[np.int32],
           place: npt.NDArray[np.int32]) -> int:
-    """Move the marked slots together, in order; the first free one."""
+    """Move the marked slots together, in order; the first free one. Its word is not in the tree."""
     top = 0
     for slot in range(len(owner)):
         each = owner[slot]
@@ -142,7 +146,8 @@ def _pack(bits: npt.NDArray[np.uint64], tree: npt.NDArray[np.int32], owner: npt.
     for slot in range(top):
         bits[slot >> 6] |= np.uint64(1) << np.uint64(slot & 63)
     words = len(bits)
-    for node in range(1, words + 1):
+    tree[:] = 0
+    for node in range(1, (top >> 6) + 1):
         tree[node] = _ones(bits[node - 1])
     for node in range(1, words + 1):
         above = node + (node & -node)

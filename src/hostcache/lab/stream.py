@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from hostcache.errors import ConfigError
 from hostcache.lab.lru import Ids, Starts
-from hostcache.workload.traces import Rounding, Trace, TraceRequest
+from hostcache.workload.trace_formats import mooncake
+from hostcache.workload.trace_formats.rows import TraceColumns
+from hostcache.workload.traces import MOONCAKE, Rounding, Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,38 +88,88 @@ def stream_of(trace: Trace, *, limit: int | None = None, block_tokens: int | Non
 
     Raises TraceRefused, ConfigError for a trace without block ids.
     """
-    blocks: list[npt.NDArray[np.uint64]] = []
-    inputs: list[int] = []
-    seal = Seal(trace.format.block_tokens)
-    for request in islice(trace, limit):
-        blocks.append(request.blocks)
-        inputs.append(request.input_tokens)
-        seal.add(request)
-    if limit is not None and len(inputs) < limit:
-        raise ConfigError(f"{trace.path.name} has {len(inputs)} requests, {limit} were asked for; give --requests "
-                          f"{len(inputs)} or less")
-    if not any(len(each) for each in blocks):
+    columns = mooncake.columns(trace.path, trace.format, limit) if trace.format.name == MOONCAKE.name else None
+    columns = columns if columns is not None else _columns(trace, limit)
+    requests = len(columns.input_tokens)
+    if limit is not None and requests < limit:
+        raise ConfigError(f"{trace.path.name} has {requests} requests, {limit} were asked for; give --requests "
+                          f"{requests} or less")
+    if not len(columns.blocks):
         raise ConfigError(f"{trace.path.name} names no blocks; what is shared cannot be known from it")
-    starts = np.concatenate(([0], np.cumsum([len(each) for each in blocks]))).astype(np.int64)
-    names, digest = np.concatenate(blocks), seal.hexdigest()
-    if block_tokens is not None:
-        return _stream(names, starts, np.diff(starts) * block_tokens, block_tokens, "ceil",
-                       f"{digest} in full blocks of {block_tokens}")
-    return _stream(names, starts, np.array(inputs, dtype=np.int64), trace.format.block_tokens, trace.format.rounding,
-                   digest)
+    starts, format = columns.starts, trace.format
+    stream = _stream(columns.blocks, starts, columns.input_tokens, format.block_tokens, format.rounding, "")
+    stream = replace(stream, digest=_digest(columns, stream.ids, format.block_tokens))
+    if block_tokens is None:
+        return stream
+    return _stream(columns.blocks, starts, np.diff(starts) * block_tokens, block_tokens, "ceil",
+                   f"{stream.digest} in full blocks of {block_tokens}")
+
+
+def _columns(trace: Trace, limit: int | None) -> TraceColumns:
+    """Row by row, of any format. Raises TraceRefused."""
+    rows: list[tuple[float, int, int]] = []
+    blocks: list[npt.NDArray[np.uint64]] = [np.empty(0, dtype=np.uint64)]
+    for request in islice(trace, limit):
+        rows.append((np.nan if request.arrival_s is None else request.arrival_s, request.input_tokens,
+                     request.output_tokens))
+        blocks.append(request.blocks)
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    return TraceColumns(arrival_s=columns[:, 0].copy(), input_tokens=columns[:, 1].astype(np.int64),
+                        output_tokens=columns[:, 2].astype(np.int64), blocks=np.concatenate(blocks),
+                        starts=np.cumsum([len(each) for each in blocks]))
 
 
 def _stream(names: npt.NDArray[Any], starts: Starts, input_tokens: npt.NDArray[np.int64], block_tokens: int,
             rounding: Rounding, digest: str) -> Stream:
-    distinct, first, inverse = np.unique(names, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), dtype=np.int32)
-    rank[order] = np.arange(len(order), dtype=np.int32)
+    place = _first_places(names)
+    new = place == np.arange(len(names))
+    ids = (np.cumsum(new, dtype=np.int32) - np.int32(1))[place]
     lengths = np.diff(starts)
-    place = np.arange(len(names)) - np.repeat(starts[:-1], lengths)
-    tokens = np.minimum(block_tokens, np.repeat(input_tokens, lengths) - place * block_tokens).astype(np.int32)
-    return Stream(ids=rank[inverse.reshape(-1)], starts=starts, names=distinct[order].astype(np.uint64), tokens=tokens,
-                  input_tokens=input_tokens, block_tokens=block_tokens, rounding=rounding, digest=digest)
+    tokens = np.minimum(block_tokens, np.repeat(input_tokens + starts[:-1] * block_tokens, lengths)
+                        - np.arange(len(names)) * block_tokens).astype(np.int32)
+    return Stream(ids=ids, starts=starts, names=names[new].astype(np.uint64), tokens=tokens, input_tokens=input_tokens,
+                  block_tokens=block_tokens, rounding=rounding, digest=digest)
+
+
+def _first_places(names: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """For each one the place where its like stands first."""
+    places: npt.NDArray[np.int64]
+    if len(names) and names.max() < 4 * len(names):  # counted, not hashed: a table is no larger than the stream
+        table = np.empty(int(names.max()) + 1, dtype=np.int64)
+        table[names[::-1]] = np.arange(len(names) - 1, -1, -1)  # of equal places numpy keeps the last one written
+        places = table[names]
+    else:
+        _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
+        places = first[inverse.reshape(-1)]
+    return places
+
+
+UNKNOWN = 2**64 - 1
+"""An arrival that no trace tells, in a digest."""
+
+
+def _digest(columns: TraceColumns, ids: Ids, block_tokens: int) -> str:
+    """What `Seal` says of the same requests. `ids`: the blocks by order of first appearance."""
+    state, starts = _state(block_tokens), columns.starts
+    known = np.isfinite(columns.arrival_s)
+    arrivals = np.full(len(known), UNKNOWN, dtype=np.uint64)
+    arrivals[known] = np.rint(columns.arrival_s[known] * 1e6).astype(np.uint64)
+    for first in range(0, len(known), 2**14):
+        rows = slice(first, first + 2**14)
+        lengths = np.diff(starts)[rows]
+        place = np.cumsum(lengths + 4) - lengths - 4
+        words = np.zeros(int((lengths + 4).sum()), dtype="<u8")
+        of_ids = np.ones(len(words), dtype=np.bool_)
+        for at, column in enumerate((arrivals[rows], columns.input_tokens[rows], columns.output_tokens[rows], lengths)):
+            words[place + at] = column
+            of_ids[place + at] = False
+        words[of_ids] = ids[starts[first] : starts[first] + lengths.sum()]
+        state.update(words.tobytes())
+    return state.hexdigest()
+
+
+def _state(block_tokens: int) -> hashlib._Hash:
+    return hashlib.sha256(b"hostcache-trace-1" + int(block_tokens).to_bytes(8, "little"))
 
 
 class Seal:
@@ -129,11 +181,11 @@ class Seal:
     """
 
     def __init__(self, block_tokens: int) -> None:
-        self._state = hashlib.sha256(b"hostcache-trace-1" + int(block_tokens).to_bytes(8, "little"))
+        self._state = _state(block_tokens)
         self._ranks: dict[int, int] = {}
 
     def add(self, request: TraceRequest) -> None:
-        arrival = 2**64 - 1 if request.arrival_s is None else round(request.arrival_s * 1e6)
+        arrival = UNKNOWN if request.arrival_s is None else round(request.arrival_s * 1e6)
         ranks = self._ranks
         words = [arrival, request.input_tokens, request.output_tokens, len(request.blocks),
                  *(ranks.setdefault(each, len(ranks)) for each in request.blocks.tolist())]

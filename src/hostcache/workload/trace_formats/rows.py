@@ -69,6 +69,20 @@ class TraceRequest:
         return parent_of(self.session)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceColumns:
+    """A trace's rows as arrays of (requests,), without sessions, pauses and answer times."""
+
+    arrival_s: npt.NDArray[np.float64]
+    """nan where none is known"""
+    input_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    """(requests + 1,) where each one's blocks begin and the last one's end"""
+    blocks: Blocks
+    """(references,)"""
+
+
 def parent_of(session: str | None) -> str | None:
     """`a/b` is a sub-agent of `a`; other sessions have no parent."""
     return session.rpartition("/")[0] or None if session is not None else None
@@ -79,7 +93,7 @@ def parent_of(session: str | None) -> str | None:
 
 def json_row(line: bytes) -> Row:
     try:
-        row = json.loads(line.decode(), parse_constant=_no_number)
+        row = _JSON.decode(line.decode())
     except (ValueError, RecursionError) as why:
         raise Impossible(f"not JSON ({str(why).splitlines()[0][:80]}); each line is one JSON object") from None
     if type(row) is not dict:
@@ -89,6 +103,9 @@ def json_row(line: bytes) -> Row:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
 def json_line(row: Row) -> bytes:
@@ -144,7 +161,7 @@ def check_count(format: TraceFormat, input_tokens: int, blocks: int) -> None:
 
 def sealed(blocks: Blocks) -> Blocks:
     """The same, read-only, once no id is there twice."""
-    if len(np.unique(blocks)) < len(blocks):
+    if len(set(blocks.tolist())) < len(blocks):
         ids, counts = np.unique(blocks, return_counts=True)
         raise Impossible(f"block {ids[counts > 1][0]} is there twice; an id stands for one prefix, so for one place")
     blocks.flags.writeable = False
