@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.client.scripted import Play, Request, answer, answer_json, serving, stream, usage, word
 
-from hostcache.client.adapters import adapter_for
+from hostcache.client.adapters import HISTOGRAMS, adapter_for, scrape_of
 from hostcache.client.counters import Scrape, balance, change, resets
+from hostcache.client.exposition import read_exposition
 from hostcache.client.openai import OpenAIClient
 from hostcache.clock import VirtualClock
 from hostcache.errors import ServerError
@@ -163,8 +165,8 @@ def test_vllm_is_read_by_exact_names_summed_over_its_engines() -> None:
     checked = balance(dict.fromkeys(scrape.counters, 0.0), scrape.counters)
     assert len(checked.checked) == 4
     assert checked.broken == ()
-    assert described == {"engine": "vllm", "version": "0.32.0", "model": "m", "tier": {"on": False}, "page_tokens": 16,
-                         "pool_tokens": 8192}
+    assert described == {"engine": "vllm", "version": "0.32.0", "model": "m", "page_tokens": 16, "pool_tokens": 8192,
+                         "tier": {"on": True, "kind": "another connector", "quota_bytes": None, "mode": None}}
 
 
 def test_an_older_vllm_without_sources_has_its_hits() -> None:
@@ -195,10 +197,84 @@ def test_the_plugin_is_not_called_off_because_a_fresh_server_has_not_told_its_qu
     assert looked_at(routes | {"/metrics": metrics(vllm(plugin=True, quota_bytes=0))})[1]["tier"]["on"] is False
 
 
+def test_a_fresh_vllm_is_asked_something_before_it_is_said_to_have_no_connector() -> None:
+    """One that is neither ours nor vLLM's own shows in nothing but the tokens that vLLM asked it for."""
+    name = 'vllm:external_prefix_cache_queries_total{engine="0"}'
+    asked: list[Request] = []
+
+    def routes(queries: int) -> Routes:
+        def completion(request: Request) -> Play:
+            asked.append(request)
+            return stream(word("x"), usage({"prompt_tokens": 3, "completion_tokens": 1}), "[DONE]")
+
+        def metrics_now(_: Request) -> Play:
+            seen = 3 * bool(asked)
+            return answer(200, (f"# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total {seen}\n"
+                                "# TYPE vllm:external_prefix_cache_queries_total counter\n"
+                                f"{name} {queries * bool(asked)}\n").encode())
+
+        asked.clear()
+        return vllm_routes("") | {"/v1/completions": completion, "/metrics": metrics_now}
+
+    assert looked_at(routes(3))[1]["tier"]["kind"] == "another connector"
+    assert looked_at(routes(0))[1]["tier"] == {"on": False}
+    assert asked
+
+
 def test_vllms_own_offload_is_a_tier_too() -> None:
     scrape, described = looked_at(vllm_routes(vllm(offload=True)))
     assert (scrape.counters["restored_bytes"], scrape.counters["written_bytes"]) == (60, 140)
     assert (described["tier"]["on"], described["tier"]["kind"]) == (True, "vllm offload")
+
+
+# What vLLM 0.32.0 on the CPU really shows: a tiny model, prompts of 641 and 961 tokens that push each other out.
+
+REAL = Path(__file__).with_name("metrics")
+
+
+def real(name: str) -> str:
+    return (REAL / f"vllm-0.32-{name}.txt").read_text()
+
+
+def real_scrape(name: str) -> Scrape:
+    return scrape_of("vllm", read_exposition(real(name), "text/plain; version=1.0.0; charset=utf-8"), 0.0)
+
+
+def test_real_metrics_of_vllm_with_the_plugin_balance() -> None:
+    scrape, described = looked_at(vllm_routes(real("hostcache")))
+    expected = {"prompt_tokens": 5767, "cached_tokens": 1280, "device_tokens": 640, "host_tokens": 640,
+                "recomputed_tokens": 4487, "restores": 1, "restore_failures": 0, "restored_bytes": 655360,
+                "written_bytes": 4587520, "evicted_pages": 97, "preemptions": 0, "quota_bytes": 1 << 26}
+    assert {name: scrape.counters.get(name) for name in expected} == expected
+    found = balance(dict.fromkeys(scrape.counters, 0.0), scrape.counters)
+    assert (len(found.checked), found.broken, found.skipped) == (4, (), ())
+    assert (described["page_tokens"], described["pool_tokens"], described["prefix_caching"]) == (32, 2080, True)
+    assert not any(line.startswith(tuple(HISTOGRAMS)) for line in scrape.raw)  # the plugin has none: absent is absent
+
+
+def test_real_metrics_of_vllms_own_offload_balance_and_say_how_many_loads_there_were() -> None:
+    fresh, later = real_scrape("offload-fresh"), real_scrape("offload")
+    assert resets(fresh, later) == ()
+    assert {name: change(fresh, later, name) for name in ("prompt_tokens", "host_tokens", "restored_bytes",
+                                                          "written_bytes", "restores")} == {
+        "prompt_tokens": 5159, "host_tokens": 640, "restored_bytes": 655360, "written_bytes": 4620288, "restores": None}
+    assert balance(fresh.counters, later.counters).broken == ()
+    kept = {line.partition("{")[0] for line in later.raw if line.startswith("vllm:kv_offload_load_size")}
+    assert kept == {f"vllm:kv_offload_load_size_{part}" for part in ("bucket", "sum", "count", "created")}
+    assert 'vllm:kv_offload_load_size_bucket{engine="0",le="1e+06",model_name="tiny"} 1.0' in later.raw
+    assert not any("load_size" in line for line in fresh.raw)  # declared, and without a line before the first load
+    assert not any("_bucket" in line and "load_size" not in line for line in later.raw)
+    assert looked_at(vllm_routes(real("offload")))[1]["tier"] == {
+        "on": True, "kind": "vllm offload", "quota_bytes": None, "mode": None}
+
+
+def test_restores_of_our_own_server_are_kept_with_their_buckets() -> None:
+    lines = [f"hostcache_{name}_latency_seconds_{end}" for name in ("restore", "store", "restore_store")
+             for end in ('bucket{le="0.1"} 2', 'bucket{le="+Inf"} 3', "sum 0.5", "count 3")]
+    text = "".join(f"# TYPE hostcache_{name}_latency_seconds histogram\n" for name in ("restore", "store",
+                                                                                     "restore_store"))
+    raw = scrape_of("hostcache", read_exposition("\n".join([text.rstrip(), *lines, ""]), "text/plain"), 0.0).raw
+    assert list(raw) == lines[:4]
 
 
 def test_a_process_that_began_later_resets_everything() -> None:

@@ -12,13 +12,15 @@ gauges `quota_bytes`, `resident_bytes`.
 - vLLM 0.32: token counts are its own (`vllm:prompt_tokens…`, by source); `host_tokens` is every source but the device
   (host, disk, p2p, unspecified), or the external hits where there is no count by source. They are counted at
   admission, so a load that failed later stands among the hits. Restores, bytes and evictions are the plugin's
-  (`hostcache_…`), else vLLM's offload families'.
+  (`hostcache_…`), else vLLM's offload families', which say nothing of a quota. Any other connector is known by the
+  tokens that vLLM asked it for, and by nothing else.
 - SGLang: `sglang:prompt_tokens_total` (whole prompts) and `sglang:cached_tokens_total` by `cache_source`. The gauge
   `sglang:cache_hit_rate` is not read: it is of the last batch.
 - llama.cpp: `llamacpp:prompt_tokens_total` counts the tokens it computed, so it is `recomputed_tokens`.
 
 Beside them stand the engine's own counters: full sample name, with the labels that tell parts apart (`{source="host"}`)
-and summed over those that tell processes apart.
+and summed over those that tell processes apart. Of histograms, those of restores stand among the raw lines
+(`HISTOGRAMS`), no other does.
 """
 
 from __future__ import annotations
@@ -41,7 +43,12 @@ _OWNERS: Mapping[str, Engine] = {"hostcache": "hostcache", "vllm": "vllm", "sgla
 _PROCESS_LABELS = frozenset({"engine", "model_name", "model", "pid", "worker", "instance", "tp_rank", "pp_rank",
                              "dp_rank", "moe_ep_rank", "engine_type", "is_streaming"})
 """Labels that tell who counted, not what was counted."""
+HISTOGRAMS = frozenset({"hostcache_restore_latency_seconds", "vllm:kv_offload_load_size"})
+"""How long restores took (hostcache's own server; the plugin in vLLM has none); how large vLLM's own loads were, so how
+many, in bytes: of their time it counts the sum alone, `vllm:kv_offload_load_time_total`."""
+_HISTOGRAM_LINES = frozenset(f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count"))
 _QUOTA = "hostcache_quota_bytes"
+_ASKED_CONNECTOR = "vllm:external_prefix_cache_queries_total"
 _START = "process_start_time_seconds"
 
 
@@ -56,7 +63,8 @@ class Adapter(Protocol):
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """`engine`, `version` (None: not said), `model`, `tier`, and `pool_tokens`, `page_tokens` where it says so.
+        """`engine`, `version` (None: not said), `model`, `tier`, and `pool_tokens`, `page_tokens`, `prefix_caching` (is
+        the device's on?) where it says so.
 
         `tier` is None where the server does not say whether it has one; else `on` (bool) and, when on, `kind`,
         `quota_bytes` and `mode` as far as they are known; when it turned itself off, `off_reason`.
@@ -200,8 +208,7 @@ class _Metrics:
                                      "tier": None}
         if self._has_metrics:
             exposition = await self._exposition()
-            if self.engine == "vllm" and _gauges(exposition).get(_QUOTA) == 0:
-                # The plugin tells its gauges with vLLM's first step, which a fresh server has not made.
+            if self.engine == "vllm" and _knows_no_tier_yet(exposition):
                 await self._client.capabilities()
                 exposition = await self._exposition()
             described["tier"] = _tier(self.engine, exposition)
@@ -251,7 +258,7 @@ class _Own:
                 self.created[_key(sample.name.removesuffix("_created") + "_total", sample.labels)] = sample.value
             elif sample.kind == "counter" and sample.name.endswith("_total") and sample.value >= 0:
                 self.series.setdefault(_grouped(sample), {})[_key(sample.name, sample.labels)] = sample.value
-            elif sample.kind != "gauge":
+            elif sample.kind != "gauge" and not (sample.kind == "histogram" and sample.name in _HISTOGRAM_LINES):
                 continue
             lines.append(sample.line)
         self.lines = tuple(lines)
@@ -343,8 +350,9 @@ def _tier(engine: Engine, exposition: Exposition) -> dict[str, Any] | None:
         if quota_bytes is not None:
             return {"on": quota_bytes > 0, "kind": "hostcache", "quota_bytes": quota_bytes, "mode": None}
         if any(name.startswith(("vllm:kv_offload_", "vllm:simple_kv_offload_")) for name in exposition.families):
-            size = gauges.get("vllm:kv_offload_cpu_allocation_size")
-            return {"on": True, "kind": "vllm offload", "quota_bytes": size, "mode": None}
+            return {"on": True, "kind": "vllm offload", "quota_bytes": None, "mode": None}
+        if _counted(exposition, _ASKED_CONNECTOR):
+            return {"on": True, "kind": "another connector", "quota_bytes": None, "mode": None}
         return {"on": False}
     if engine == "sglang":
         tokens = gauges.get("sglang:hicache_host_total_tokens")
@@ -353,13 +361,28 @@ def _tier(engine: Engine, exposition: Exposition) -> dict[str, Any] | None:
     return None
 
 
+def _knows_no_tier_yet(exposition: Exposition) -> bool:
+    """vLLM before its first request: the plugin tells its gauges with a step, and no connector was asked for
+    anything."""
+    quota_bytes = _gauges(exposition).get(_QUOTA)
+    return quota_bytes == 0 if quota_bytes is not None else not _counted(exposition, "vllm:prompt_tokens_total")
+
+
+def _counted(exposition: Exposition, name: str) -> float:
+    return sum(sample.value for sample in exposition.samples if sample.name == name)
+
+
 def _pool(engine: Engine, exposition: Exposition) -> dict[str, Any]:
     for sample in exposition.samples:
         if sample.name == "vllm:cache_config_info":
+            said: dict[str, Any] = {}
             blocks, size = sample.labels.get("num_gpu_blocks", ""), sample.labels.get("block_size", "")
             if size.isdecimal():
-                return {"page_tokens": int(size), **({"pool_tokens": int(blocks) * int(size)} if blocks.isdecimal()
-                                                     else {})}
+                said["page_tokens"] = int(size)
+                if blocks.isdecimal():
+                    said["pool_tokens"] = int(blocks) * int(size)
+            caching = sample.labels.get("enable_prefix_caching")
+            return said if caching is None else {**said, "prefix_caching": caching == "True"}
         if sample.name == "sglang:max_total_num_tokens":
             return {"pool_tokens": int(sample.value)}
     return {}

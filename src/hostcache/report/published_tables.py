@@ -132,8 +132,9 @@ def _say_recovery(look: Lookup) -> str:
         for each in cell["segments"]:
             if each["segment"] in ("recovery", "observe") and (found := each["groups"].get("revisits")):
                 spent = found["tokens"]
-                told.append(f"{each['segment']}: {found['served']} revisits, {share(spent['hit_share'])} hits, "
-                            f"{spent['restored_requests'] or 0} restored, TTFT p50 "
+                device = f" and {spent['device_requests']} still on the device" if spent["device_requests"] else ""
+                told.append(f"{each['segment']}: {found['served']} revisits, {spent['restored_requests'] or 0} restored"
+                            f"{device}, {share(spent['hit_share'])} hits, TTFT p50 "
                             f"{seconds(found['from_answered']['ttft_s']['p50'])}, "
                             f"{found['errors'] + found['refused']} errors")
     return "; ".join(told) or "no recovery segment"

@@ -249,7 +249,6 @@ def _vllm(now: Moment) -> Iterator[MetricFamily]:
         yield one("kv_offload_load_time", ledger.restored_s, "Seconds of restores.")
         yield one("kv_offload_store_bytes", counted.stored_blocks * size, "Bytes written.")
         yield one("kv_offload_store_time", 0, "Seconds of write-backs: none here.")
-        yield one("kv_offload_cpu_allocation_size", config.host_blocks * size, "Bytes of the host tier.", "gauge")
     info = (f'block_size="{config.block_tokens}",enable_prefix_caching="{bool(config.device_blocks)}",engine="0",'
             f'num_gpu_blocks="{config.device_blocks}"')
     yield MetricFamily(name="vllm:cache_config_info", kind="gauge", text="Settings.", samples=((info, 1.0),))

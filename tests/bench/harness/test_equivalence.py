@@ -18,6 +18,7 @@ from tests.bench.harness.on_mock import QUICK, end_of, measure_on, places, read,
 from hostcache.bench.harness.cell import CellSpec, run_cell
 from hostcache.bench.harness.cellfile import RECORDS
 from hostcache.bench.harness.equivalence import EquivalenceParameters, judge
+from hostcache.bench.harness.figures import cell_figures
 from hostcache.bench.harness.ladder import LadderParameters
 from hostcache.bench.harness.target import Target, hostcache_target
 from hostcache.clock import WallClock
@@ -104,6 +105,18 @@ def test_a_server_without_a_tier_is_compared_from_the_device_and_nothing_is_push
     said = judge(records)
     assert (said.exit_code, said.device.same, said.noise.same) == (0, 3, 3)
     assert said.lines[0] == "identical: the server has no tier; from the device against cold 3 of 3 identical"
+    assert [row["verdict"] for row in cell_figures(records)["equivalence"]["rows"]] == ["identical"] * 3
+
+
+def test_without_a_prefix_cache_nothing_is_proven_and_all_answers_are_cold(tmp_path: Path) -> None:
+    records = tierless(TWO, tmp_path, config=dataclasses.replace(QUICK, style="vllm", device_blocks=0))
+    assert {(row["verdict"], row["why"]) for row in cell_figures(records)["equivalence"]["rows"]} == {
+        ("unproven", "nothing came from a cache")}
+    said = judge(records)
+    assert (said.verdict, said.exit_code, said.device.compared) == ("unproven", 1, 0)
+    assert (said.noise.same, said.noise.compared) == (2, 2)
+    assert said.lines[2] == "the server says that its prefix cache is off"
+    assert said.lines[3].startswith("device not counted (nothing came from a cache): ")
 
 
 def test_without_a_tier_eviction_makes_cold_again(tmp_path: Path) -> None:
@@ -145,6 +158,13 @@ def test_inside_vllm_the_counters_around_the_answer_are_the_proof(plugin: bool, 
     assert {each.host_tokens for each in requests(records, role="restored")} == {None}
     said = judge(records)
     assert (said.exit_code, said.restored.same, said.noise.same) == (0, 3, 3)
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_the_report_and_the_verdict_agree_inside_vllm(plugin: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(QUICK, style="vllm", plugin=plugin)
+    found = cell_figures(records_of(TWO, tmp_path, config=config))["equivalence"]
+    assert [row["verdict"] for row in found["rows"]] == ["identical", "identical"]
 
 
 def test_text_without_ids_is_compared_by_its_digest(tmp_path: Path) -> None:

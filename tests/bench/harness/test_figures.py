@@ -408,6 +408,31 @@ def test_without_buckets_the_ttft_of_restored_turns_stands_in() -> None:
     assert figures(request())["restore_histogram"] is None
 
 
+def test_of_vllms_own_offload_the_mean_of_its_loads_is_known_and_no_buckets() -> None:
+    """Real lines of vLLM 0.32 have a histogram of sizes in bytes, which is none of times."""
+    def raw(loads: int, total_s: float) -> tuple[str, ...]:
+        labels = '{engine="0",model_name="a b"}'
+        return (f"vllm:kv_offload_load_time_total{labels} {total_s}",
+                f"vllm:kv_offload_load_size_count{labels} {loads}",
+                f'vllm:kv_offload_load_size_bucket{{engine="0",le="+Inf",model_name="a b"}} {loads}',
+                f"vllm:kv_offload_load_size_sum{labels} 1e6")
+
+    # A family without labels has no line before its first load.
+    for opening, loads, mean_s in ((raw(2, 0.5), 4, 0.375), ((), 6, 1 / 3)):
+        bracket = segment(opening=NOTHING, closing=COUNTED, raw_opening=opening, raw_closing=raw(6, 2.0))
+        found = figures(request(), segments=[bracket])["restore_histogram"]
+        assert (found["n"], found["mean_s"], found["counts"]) == (loads, pytest.approx(mean_s), [])
+
+
+@pytest.mark.parametrize(("requests", "known"), [(1, True), (2, False)])
+def test_a_turn_that_was_alone_while_the_server_counted_tokens_of_the_host_was_restored(requests: int,
+                                                                                        known: bool) -> None:
+    bracket = segment(opening=NOTHING, closing={**COUNTED, "device_tokens": 0.0, "host_tokens": 960.0})
+    asked = [request(session=f"s{i}", device_tokens=None, host_tokens=None) for i in range(requests)]
+    found = figures(*asked, segments=[bracket])["restore_histogram"]
+    assert (found is not None) is known
+
+
 def test_the_document_reads_its_bars_from_the_cells_own_parameters() -> None:
     made = [[dataclasses.replace(record, parameters={"bars": {"ttft_p95_s": 10}, "goals": {"turns": 3.1}})
              if isinstance(record, CellRecord) else record for record in agents_cell(arm)] for arm in ("off", "on")]

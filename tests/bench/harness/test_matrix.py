@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import subprocess
@@ -411,6 +412,23 @@ def test_a_dry_run_finds_files_and_points_that_are_not_there(tmp_path: Path, cel
     code, out, _ = run(file, "--dry-run")
     assert code == 2
     assert re.search(why, out)
+
+
+def test_a_dry_run_for_vllm_finds_a_model_that_is_not_there_and_flags_that_vllm_would_refuse(tmp_path: Path) -> None:
+    """Where vLLM is not installed that is found too."""
+    code, out, _ = run("vllm-cpu", "--dry-run", "--json")
+    texts = {each["text"] for each in json.loads(out)["findings"]}
+    assert code == 2
+    assert any(text.startswith("model smollm2-hf is no directory here; `hostcache model export") for text in texts)
+    assert all("smollm2-hf" in text or "the package vllm is not installed" in text for text in texts)
+    text = shipped()["vllm-cpu"]
+    for model, mistakes in ((str(tmp_path), 0), ("Qwen/Qwen3-8B", 0), ("./Qwen", 2)):
+        file = tmp_path / "m.toml"
+        file.write_text(text.replace("smollm2-hf", model))
+        out = run(str(file), "--dry-run")[1]
+        assert out.count("is no directory here") == mistakes
+    file.write_text(text.replace('"--dtype", "float32"', '"--kv-offloading-size", "4"'))
+    assert "error: arm on: " in run(str(file), "--dry-run")[1]
 
 
 def test_a_dry_run_of_a_folder_says_what_is_finished(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -88,10 +88,10 @@ def corpus_of(part: str) -> str:
 
 def equivalence(cell: CellRecord, requests: Sequence[RequestRecord], segments: Sequence[Document]) -> Document:
     sessions = _conversations(requests)
-    restores = {segment["part"]: segment["counters"].get("restores") for segment in segments
-                if segment["segment"] == "compare"}
+    alone = {segment["part"]: segment["counters"] for segment in segments if segment["segment"] == "compare"}
     page = cell.target.get("page_tokens") or cell.parameters.get("page_tokens")
-    rows = [_same(part, session, answers, page, restores.get(part))
+    tierless = (cell.target.get("tier") or {}).get("on") is False
+    rows = [_same(part, session, answers, page, alone.get(part, {}), tierless=tierless)
             for (part, session), answers in sessions.items()]
     said = [row["verdict"] for row in rows]
     return {
@@ -117,14 +117,20 @@ def _conversations(requests: Sequence[RequestRecord]) -> dict[tuple[str, str], d
 
 
 def _same(part: str, session: str, answers: Mapping[str, RequestRecord], page: object,
-          restores: float | None) -> Document:
+          counted: Mapping[str, float], *, tierless: bool) -> Document:
+    """The verdict is of the restored answer; of a server that says it has no tier, of the device's."""
     cold, again, device, restored = (answers.get(role) for role in ("cold", "cold-again", "reuse", "restored"))
-    against = _differs(cold, restored)
-    missing = _not_cold(cold, again) or _proof_missing(restored, device, page, restores)
+    if tierless and restored is None:
+        against = _differs(cold, device)
+        missing = "" if device and device.cached_tokens else "nothing came from a cache"
+    else:
+        against, missing = _differs(cold, restored), _proof_missing(restored, device, page, counted)
+    missing = _not_cold(cold, again) or missing
     cold_s, restored_s = (None if each is None else _answered_ttft(each) for each in (cold, restored))
     return {
         "part": part, "session": session, "prompt_tokens": cold.prompt_tokens if cold else None,
-        "cold_vs_cold": _differs(cold, again), "device_vs_cold": _differs(cold, device), "restored_vs_cold": against,
+        "cold_vs_cold": _differs(cold, again), "device_vs_cold": _differs(cold, device),
+        "restored_vs_cold": _differs(cold, restored),
         "device_tokens": restored.device_tokens if restored else None,
         "host_tokens": restored.host_tokens if restored else None,
         "cached_tokens": restored.cached_tokens if restored else None,
@@ -158,32 +164,42 @@ def _not_cold(*answers: RequestRecord | None) -> str:
 
 
 def _proof_missing(restored: RequestRecord | None, device: RequestRecord | None, page: object,
-                   restores: float | None) -> str:
-    """Why nobody can say that this was a restore; empty where it was one."""
+                   counted: Mapping[str, float]) -> str:
+    """Why nobody can say that this was a restore; empty where it was one. By its own usage, else by what the server
+    `counted` while it was alone."""
     if restored is None or restored.outcome != "ok":
         return "not run"
     if device is not None and device.outcome == "ok" and not device.cached_tokens:
         return "the reference was not served from the device"
-    if restored.host_tokens is None:
-        return "" if restores and restored.cached_tokens else "the server does not say what was restored"
-    if not restored.host_tokens:
+    host, left = restored.host_tokens, float(restored.device_tokens or 0)
+    if host is None:
+        if "restores" not in counted and "host_tokens" not in counted:
+            return "the server does not say what was restored"
+        left, host = counted.get("device_tokens", 0.0), restored.cached_tokens
+        if not (counted.get("restores") or counted.get("host_tokens")):
+            host = 0
+    if not host:
         return "nothing was restored"
-    left, least = restored.device_tokens or 0, page if isinstance(page, int) and page else restored.host_tokens
-    return f"{left} tokens were still on the device" if left >= least else ""
+    least = page if isinstance(page, int) and page else host
+    return f"{left:.0f} tokens were still on the device" if left >= least else ""
 
 
 # --- restores -------------------------------------------------------------------------------------------------------
 
 
 _OWN_FAMILY = "restore_latency of /v1/stats"
+_LOAD_TIME, _LOADS = "vllm:kv_offload_load_time_total", "vllm:kv_offload_load_size_count"
+"""vLLM's own offloading has no buckets of time, only the sum."""
 _BUCKET = re.compile(r"^(?P<family>[A-Za-z_:][\w:]*)_bucket\{(?P<labels>.*)\}\s+(?P<value>\S+)")
+_LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
 _BOUND = re.compile(r'le="([^"]+)"')
 _TTFT_BOUNDS = tuple(factor * 10.0 ** power for power in range(-3, 3) for factor in (1, 2, 5))
 
 
 def restore_histogram(brackets: Sequence[SegmentRecord], requests: Sequence[RequestRecord]) -> Document | None:
-    """How long restores took: the server's own buckets where it has a restore histogram in seconds, else the TTFT of
-    the turns that were served from the host. `counts[i]`: at most `bounds_s[i]` and above the bound before it."""
+    """How long restores took: the server's own buckets where it has a restore histogram in seconds; else their mean,
+    with no bounds and no counts, where it has their sum; else the TTFT of the turns that were served from the host.
+    `counts[i]`: at most `bounds_s[i]` and above the bound before it."""
     counted: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for bracket in brackets:
         if bracket.segment in UNMEASURED or bracket.resets:
@@ -199,7 +215,13 @@ def restore_histogram(brackets: Sequence[SegmentRecord], requests: Sequence[Requ
         return {"source": f"counter {family}", "n": round(totals[-1]), "mean_s": _mean(family, brackets),
                 "bounds_s": [None if bound == float("inf") else bound for bound in bounds],
                 "counts": [round(total - before) for before, total in zip([0.0, *totals], totals, strict=False)]}
-    times = [seconds for request in requests if (request.host_tokens or 0) > 0 and request.outcome == "ok"
+    loads = _moved(_LOADS, brackets)
+    if loads:
+        return {"source": f"counters {_LOAD_TIME} ÷ {_LOADS}", "n": round(loads),
+                "mean_s": ratio(_moved(_LOAD_TIME, brackets), loads), "bounds_s": [], "counts": []}
+    alone = _from_host_alone(brackets, requests)
+    times = [seconds for request in requests if request.outcome == "ok"
+             and ((request.host_tokens or 0) > 0 or (request.segment, request.part) in alone)
              and (seconds := _answered_ttft(request)) is not None]
     if not times:
         return None
@@ -212,20 +234,32 @@ def restore_histogram(brackets: Sequence[SegmentRecord], requests: Sequence[Requ
 
 def _mean(family: str, brackets: Sequence[SegmentRecord]) -> float | None:
     """Δ sum ÷ Δ count of the same histogram; None where those lines were not kept."""
-    moved = {"sum": 0.0, "count": 0.0}
-    for bracket in brackets:
-        if bracket.segment in UNMEASURED or bracket.resets:
-            continue
-        for lines, sign in ((bracket.raw_opening, -1.0), (bracket.raw_closing, 1.0)):
-            for line in lines:
-                own = _own_latency(line) if family == _OWN_FAMILY else {}
-                for kind, key in (("sum", "sum_s"), ("count", "count")):
-                    moved[kind] += sign * float(own.get(key, 0.0))
-                name, _, value = line.partition(" ")
-                kind = name.partition("{")[0].removeprefix(f"{family}_")
-                if kind in moved:
-                    moved[kind] += sign * float(value.split()[0])
-    return ratio(moved["sum"], moved["count"]) if moved["sum"] else None
+    total_s, count = _moved(f"{family}_sum", brackets), _moved(f"{family}_count", brackets)
+    for bracket in brackets if family == _OWN_FAMILY else ():
+        if bracket.segment not in UNMEASURED and not bracket.resets:
+            for lines, sign in ((bracket.raw_opening, -1.0), (bracket.raw_closing, 1.0)):
+                for own in map(_own_latency, lines):
+                    total_s += sign * float(own.get("sum_s", 0.0))
+                    count += sign * float(own.get("count", 0.0))
+    return ratio(total_s, count) if total_s else None
+
+
+def _moved(name: str, brackets: Sequence[SegmentRecord]) -> float:
+    """Δ of a raw line, all its series together, in the measured brackets; 0 where there is none."""
+    return sum((sign * float(found["value"]) for bracket in brackets
+                if bracket.segment not in UNMEASURED and not bracket.resets
+                for lines, sign in ((bracket.raw_opening, -1.0), (bracket.raw_closing, 1.0))
+                for line in lines if (found := _LINE.match(line)) and found["name"] == name), 0.0)
+
+
+def _from_host_alone(brackets: Sequence[SegmentRecord], requests: Sequence[RequestRecord]) -> set[tuple[str, str]]:
+    """Brackets of a single request that does not say what came from the host, while the server counted that something
+    did."""
+    sent = Counter((request.segment, request.part) for request in requests)
+    silent = {(request.segment, request.part) for request in requests if request.host_tokens is None}
+    return {place for bracket in brackets if sent[place := (bracket.segment, bracket.part)] == 1 and place in silent
+            and not bracket.resets
+            and bracket.closing.get("host_tokens", 0.0) > bracket.opening.get("host_tokens", 0.0)}
 
 
 def _own_latency(line: str) -> Mapping[str, Any]:

@@ -150,9 +150,11 @@ class EquivalenceParameters(Workload):
         texts = cell.texts.with_salt(f"{cell.texts.salt}/trial")
         prompt = texts.prompt(texts.head(tokens, "trial"))
         await _found(cell, prompt)
-        if not await _found(cell, prompt):
+        known = await _found(cell, prompt)
+        if not known:
             cell.note("the server does not say what its cache serves, so nothing can prove that an answer was cold "
-                      "(vLLM says it with --enable-prompt-tokens-details)")
+                      "(vLLM says it with --enable-prompt-tokens-details)" if known is None else
+                      "a prompt that was sent twice found nothing in a cache: it may be off, or keep nothing so short")
             return "none"
         if asked in ("auto", "cache_salt") and await _found(cell, prompt, _SALT) == 0:
             return "cache_salt"
@@ -200,9 +202,11 @@ def _has_no_tier(cell: Cell) -> bool:
 
 async def _found(cell: Cell, prompt: Prompt, extra: Mapping[str, Any] | None = None) -> int | None:
     """How many tokens of it came from a cache; None where it was not served or the server does not say."""
+    chat = cell.texts.mode == "chat"
     heard = await cell.serving.client.ask(
-        Ask(endpoint="chat" if cell.texts.mode == "chat" else "completions", prompt=prompt, max_tokens=1,
-            extra=extra or {}), model=cell.serving.model, rng=Random(0))
+        # With its id a token counts that is no text: half of a character, say.
+        Ask(endpoint="chat" if chat else "completions", prompt=prompt, max_tokens=1, extra=extra or {},
+            want_ids=cell.serving.capabilities.token_ids and not chat), model=cell.serving.model, rng=Random(0))
     return heard.usage.hit_tokens if heard.outcome == "ok" and heard.usage is not None else None
 
 
@@ -288,7 +292,8 @@ def judge(records: Iterable[Record]) -> Judgement:
              f"from the device against cold {device}",
              f"noise floor, cold against cold: {noise}" if noise.compared else
              "noise floor, cold against cold: unavailable, nothing was provably cold a second time",
-             *made.said(), *broken)
+             *(["the server says that its prefix cache is off"] if figures["target"].get("prefix_caching") is False
+               else []), *made.said(), *broken)
     return Judgement(verdict=verdict, restored=restored, device=device, noise=noise, lines=lines)
 
 
@@ -331,11 +336,14 @@ def _compared(records: Sequence[Record], figures: Mapping[str, Any]) -> _Count:
     for row in figures["equivalence"]["rows"]:
         part, said = row["part"], answers[row["part"], row["session"]]
         not_cold = _why_not_cold(said.get("cold"))
-        if "cold-again" in said:
-            why_not = not_cold or _why_not_cold(said["cold-again"])
-            made.add("cold again", part, row["cold_vs_cold"], why_not)
-            if not why_not and row["cold_vs_cold"]["same"] is False:
-                not_cold = "two cold answers differ here, so a difference says nothing"
+        # An answer for which nothing was found, where all of it was to be found, is a cold one too.
+        again = "cold-again" if "cold-again" in said else "reuse"
+        compared = row["cold_vs_cold" if again == "cold-again" else "device_vs_cold"]
+        why_not = not_cold or _why_not_cold(said.get(again))
+        if again == "cold-again" or not why_not:
+            made.add("cold again", part, compared, why_not)
+        if not why_not and compared["same"] is False:
+            not_cold = "two cold answers differ here, so a difference says nothing"
         made.add("device", part, row["device_vs_cold"], not_cold or _why_not_device(said.get("reuse")))
         if "restored" in said or not tierless:
             why_not = _why_not_restored(said.get("restored"), alone.get(part, {}), page)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,7 @@ from hostcache.engine.models import MODELS, default_cache_dir
 from hostcache.errors import ConfigError, HostCacheError
 from hostcache.settings import settle
 from hostcache.sizes import format_size
+from hostcache.vllm_plugin.launch import compose
 
 LEAST_FREE_BYTES = 256 << 20
 RESTORE_SHARE = 0.1
@@ -120,6 +122,8 @@ def _server(run: Run) -> Iterator[Finding]:
         lost = Path(program).is_file()
         yield Finding(level="error", where=where, text=f"{program} is there, but cannot be executed; chmod +x it"
                       if lost else f"there is no program {program}; give one that exists")
+    if target.start[1:5] == ("-m", "hostcache", "vllm", "serve"):
+        yield from _vllm(where, target.start[5], target.start[target.start.index("--") + 1 :])
     if run.settings is None:
         return
     try:
@@ -134,6 +138,18 @@ def _server(run: Run) -> Iterator[Finding]:
     elif not model.startswith("random:") and not Path(model).expanduser().exists():
         yield Finding(level="error", where=where, text=f"model {model} does not exist; give a directory, a .gguf file "
                                                        f"or one of {', '.join(MODELS)}")
+
+
+def _vllm(where: str, model: str, flags: Sequence[str]) -> Iterator[Finding]:
+    """What `hostcache vllm serve` would refuse, and a model that would be looked for on the Hub by mistake."""
+    try:
+        compose(model, settle(), flags, front_door=False, environ={})
+    except HostCacheError as error:
+        yield Finding(level="error", where=where, text=str(error))
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) and not Path(model).expanduser().is_dir():
+        yield Finding(level="error", where=where, text=f"model {model} is no directory here; `hostcache model export "
+                                                       f"smollm2 --hf {model}` makes one; or give another directory or "
+                                                       "a name on the Hub (OWNER/NAME)")
 
 
 def _said(run: Run) -> Iterator[Finding]:

@@ -415,14 +415,14 @@ def _own_server(arm: str, table: _Table, api_key: str | None) -> _Server:
 
 
 def _named(target: Target, table: _Table) -> Target:
-    """With the environment that the file gives it."""
+    """With the environment that the file gives it. `{prefix}` in it is the folder of this Python's environment."""
     env = table.take("env", dict, {})
     for name, value in env.items():
         if not isinstance(value, str):
             raise table.error(f"env {name}", value, "give a text")
     if env and target.url is not None:
         raise table.error("env", sorted(env), "a server that runs already has its own")
-    return dataclasses.replace(target, env=env)
+    return dataclasses.replace(target, env={name: value.replace("{prefix}", sys.prefix) for name, value in env.items()})
 
 
 # -- cells -----------------------------------------------------------------------------------------------------------

@@ -188,6 +188,8 @@ def tokens(served: Sequence[RequestRecord]) -> Document:
         "recomputed_share": None if hit_share is None else 1 - hit_share,
         "recomputed_by_reason": dict(sorted(reasons.items())),
         "restored_requests": sum((request.host_tokens or 0) > 0 for request in split) if split else None,
+        "device_requests": sum(not request.host_tokens and (request.device_tokens or 0) > 0 for request in split)
+        if split else None,
         "without_usage": len(served) - len(told), "without_cached": len(told) - len(covered),
         "without_parts": len(covered) - len(split),
     }

@@ -157,14 +157,15 @@ def hostcache_target(arm: str, *, model: str, pool_tokens: int, page_tokens: int
 
 def vllm_target(arm: str, *, model: str, host_cache_bytes: int, extra: tuple[str, ...] = (),
                 command: tuple[str, ...] | None = None, api_key: str | None = None) -> Target:
-    """vLLM: with the tier in it, or with `host_cache_bytes` 0 as it is. `extra` are vLLM's own flags; `command` stands
-    in place of this Python's `hostcache vllm serve` or of `vllm serve`."""
+    """vLLM: with the tier in it, or with `host_cache_bytes` 0 as it is, both by this Python's `hostcache vllm serve`,
+    so that nothing else differs. `extra` are vLLM's own flags; `command` stands in place of it, in the arm without a
+    tier in place of `vllm serve`."""
     own = ("--host", "127.0.0.1", "--port", "{port}", "--enable-prompt-tokens-details", *extra)
-    if host_cache_bytes:
-        start = (*(command or (sys.executable, "-m", "hostcache", "vllm", "serve")), model,
-                 "--host-cache-bytes", str(host_cache_bytes), "--", *own)
+    if command is not None and not host_cache_bytes:
+        start = (*command, model, *own)
     else:
-        start = (*(command or ("vllm", "serve")), model, *own)
+        start = (*(command or (sys.executable, "-m", "hostcache", "vllm", "serve")), model,
+                 "--host-cache-bytes", str(host_cache_bytes), "--host-cache-mode", "on-pressure", "--", *own)
     return Target(arm=arm, tier="on" if host_cache_bytes else "off", quota_bytes=host_cache_bytes or None,
                   api_key=api_key, start=start)
 
