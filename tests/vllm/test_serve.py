@@ -41,6 +41,8 @@ def test_an_evicted_prompt_comes_back_from_the_host_with_the_same_answer(server:
 
     assert moved("vllm:prompt_tokens_cached_by_source_total{source=host}") == 10 * BLOCK
     assert moved("hostcache_cached_tokens_total{source=host}") == 10 * BLOCK
+    assert moved("hostcache_restore_latency_seconds_count") == moved("hostcache_restores_total") == 1
+    assert 0 < moved("hostcache_restore_latency_seconds_sum") < 60
     assert moved("hostcache_prompt_tokens_total") == 10 * BLOCK + 1
     assert moved("hostcache_recomputed_tokens_total{reason=partial_page}") == 1
 

@@ -143,6 +143,9 @@ def test_changes_add_up_to_what_the_tier_says_and_gauges_are_as_they_are() -> No
     assert changes.take(stats.metrics(mini.side)) == {}
     assert total["hostcache_restore_bytes"] == mini.side.tier.stats().counters.restore_bytes > 0
     assert total["hostcache_evicted_saved_pages"] == mini.side.counters.saved_pages
+    times = {name: count for name, count in total.items() if stats.is_histogram(name)}
+    assert sum(times.values()) == total["hostcache_restores"] > 0
+    assert all(float(name.partition("|")[2]) >= 0 for name in times)
     assert total["hostcache_cached_tokens|host"] == mini.side.accounting.stats().host_tokens
     assert total["hostcache_resident_bytes"] == mini.side.tier.stats().resident_pages
 

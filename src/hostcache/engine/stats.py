@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hostcache.tier import AccountingStats, TierStats, prometheus_text
-
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+from hostcache.tier import LATENCY_BOUNDS_S, AccountingStats, TierStats, prometheus_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramRecord:
-    """`counts[i]`: samples of at most BOUNDS_S[i] seconds and over the bound before it; the last: all longer ones."""
+    """`counts[i]`: samples of at most LATENCY_BOUNDS_S[i] seconds and over the bound before it; the last: all longer
+    ones."""
 
     counts: tuple[int, ...]
     sum_s: float
@@ -27,7 +26,7 @@ class HistogramRecord:
         """Cumulative buckets as Prometheus has them; `mean_s` is null before the first sample."""
         total = 0
         buckets: dict[str, int] = {}
-        for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(str, LATENCY_BOUNDS_S), "+Inf"], self.counts, strict=True):
             total += count
             buckets[bound] = total
         mean_s = self.sum_s / total if total else None
@@ -38,12 +37,12 @@ class Histogram:
     """Seconds in fixed buckets."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self._sum_s = 0.0
 
     def add(self, samples_s: Iterable[float]) -> None:
         for seconds in samples_s:
-            self._counts[bisect_left(BOUNDS_S, seconds)] += 1
+            self._counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
             self._sum_s += seconds
 
     def frozen(self) -> HistogramRecord:

@@ -19,6 +19,7 @@ from hostcache.errors import InvariantBroken
 from hostcache.testing.mock_cache import MockCache
 from hostcache.testing.mock_config import MockConfig
 from hostcache.tier import (
+    LATENCY_BOUNDS_S,
     AccountingStats,
     Counters,
     Family,
@@ -31,7 +32,6 @@ from hostcache.tier import (
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 CLASSIC = "text/plain; version=0.0.4; charset=utf-8"
-_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Ledger:
     generated_tokens: int = 0
     decoded_tokens: int = 0
     recomputed: Counter[Reason] = field(default_factory=Counter)
-    restores_s: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS_S) + 1))
+    restores_s: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     restored_s: float = 0.0
 
     def settle(self, report: RequestReport, *, restore_s: float) -> None:
@@ -68,7 +68,7 @@ class Ledger:
         self.bound_tokens += report.bound_tokens
         self.recomputed.update(report.recomputed)
         if report.host_tokens:
-            self.restores_s[bisect_left(_BOUNDS_S, restore_s)] += 1
+            self.restores_s[bisect_left(LATENCY_BOUNDS_S, restore_s)] += 1
             self.restored_s += restore_s
 
     @property
@@ -123,7 +123,7 @@ def stats_json(now: Moment) -> dict[str, Any]:
         **tier.as_json(), "prefill_holds": 0, "restore_submissions": cache.counters.restores,
         "store_submissions": cache.counters.stores, "verify_failures": 0, "pages_verified": 0, "token_mismatches": 0,
         "restore_latency": _histogram(ledger.restores_s, ledger.restored_s),
-        "store_latency": _histogram([0] * (len(_BOUNDS_S) + 1), 0.0),
+        "store_latency": _histogram([0] * (len(LATENCY_BOUNDS_S) + 1), 0.0),
     }
     return {
         "version": 1, "engine": engine, "accounting": ledger.accounting().as_json(), "host_cache": host,
@@ -157,7 +157,7 @@ def _tier(now: Moment) -> TierStats:
 
 def _histogram(counts: list[int], sum_s: float) -> dict[str, Any]:
     total, buckets = 0, {}
-    for bound, count in zip([*map(str, _BOUNDS_S), "+Inf"], counts, strict=True):
+    for bound, count in zip([*map(str, LATENCY_BOUNDS_S), "+Inf"], counts, strict=True):
         total += count
         buckets[bound] = total
     return {"buckets": buckets, "sum_s": sum_s, "count": total, "mean_s": sum_s / total if total else None}

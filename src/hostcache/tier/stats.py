@@ -132,9 +132,14 @@ _COUNTERS = {
 }
 
 
+LATENCY_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Buckets of every histogram of copies: a page takes a fraction of a millisecond, a long conversation a second."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One metric without its `_total`. `samples`: value of `label` → number; "" where there is no label."""
+    """One metric without its `_total`. `samples`: value of `label` → number; "" where there is no label. Of a
+    histogram: value → how many of it."""
 
     name: str
     kind: str

@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hostcache.clock import Clock, WallClock
 from hostcache.copiers import Fault
 from hostcache.errors import HostCacheError
+from hostcache.tier import LATENCY_BOUNDS_S
 from hostcache.vllm_plugin import build, stats, support, wall
 from hostcache.vllm_plugin.config import from_extra
 from hostcache.vllm_plugin.wall import SchedulerWall, WorkerWall
@@ -253,6 +254,12 @@ class HostCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         _unregister({family.name for family in stats.known()})
         for family in stats.known():
             names = [*labelnames, family.label] if family.label else labelnames
+            if family.kind == "histogram":
+                metric = self._histogram_cls(name=family.name, documentation=family.text, labelnames=labelnames,
+                                             buckets=LATENCY_BOUNDS_S)
+                for engine, values in per_engine_labelvalues.items():
+                    self._series[engine][family.name] = metric.labels(*values)
+                continue
             if family.kind == "counter":
                 metric = self._counter_cls(name=family.name, documentation=family.text, labelnames=names)
             else:
@@ -267,14 +274,19 @@ class HostCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         """vLLM's output handler, which feeds every client, ends when this raises: a number that cannot be shown is left
         out."""
         for name, value in transfer_stats_data.items():
-            series = self._series.get(engine_idx, {}).get(name)
-            if series is None:
+            family, _, observed = name.partition("|")
+            series = self._series.get(engine_idx, {})
+            one = series.get(name) or series.get(family)
+            if one is None:
                 continue
             try:
                 if stats.is_gauge(name):
-                    series.set(value)
+                    one.set(value)
+                elif stats.is_histogram(name):
+                    for _ in range(int(value)):
+                        one.observe(float(observed))
                 else:
-                    series.inc(value)
+                    one.inc(value)
             except Exception:
                 _alarm()
 
