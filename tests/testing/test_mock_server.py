@@ -182,6 +182,18 @@ def test_what_replies_report_is_what_the_server_counts_however_many_come_at_once
     play(fast(slots=4, device_blocks=9, host_blocks=40), script)
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_prompt_ids_are_left_out_where_told(streamed: bool) -> None:
+    async def script(server: MockServer, client: OpenAIClient) -> str:
+        async with http(server) as raw:
+            body = {"prompt": [1, 2, 3], "max_tokens": 2, "return_token_ids": True, "stream": streamed}
+            return (await raw.post("/v1/completions", json=body)).text
+
+    told, all_of_it = (play(fast(no_prompt_ids=left_out), script) for left_out in (True, False))
+    assert ("prompt_token_ids" in told, "prompt_token_ids" in all_of_it) == (False, True)
+    assert told.count('"token_ids"') == all_of_it.count('"token_ids"') > 0
+
+
 def test_the_same_requests_get_the_same_answers_from_the_same_seed() -> None:
     async def script(server: MockServer, client: OpenAIClient) -> tuple[list[str], dict[str, Any]]:
         texts = [(await served(client, range(index % 5, 50))).text for index in range(12)]
@@ -272,6 +284,55 @@ def test_times_follow_the_model_exactly(tmp_path: Path) -> None:
     assert [line["ttft_s"] for line in lines] == pytest.approx(first_s)
     assert [line["latency_s"] for line in lines] == pytest.approx([each + 4 * 0.25 for each in first_s])
     assert [line["ts"] for line in lines] == pytest.approx([1_790_000_000.0, 1_790_000_001.9, 1_790_000_003.8])
+
+
+class AskedClock(VirtualClock):
+    """Counts how often it was asked."""
+
+    asked = 0
+
+    def now(self) -> float:
+        self.asked += 1
+        return super().now()
+
+
+def test_a_request_arrives_with_its_first_byte_and_takes_as_long_as_it_is_sent(tmp_path: Path) -> None:
+    """Read from the log: one that is sent in halves, one behind it on the same connection, and two in one piece."""
+    body = b'{"prompt":[1,2,3],"max_tokens":2}'
+    request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+    async def main() -> None:
+        clock = AskedClock(100.0)
+        config = fast(request_log=tmp_path / "log.jsonl")
+        async with MockServer(config, clock=clock, unix_now=lambda: 1_790_000_000.0) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+
+            async def send(piece: bytes) -> None:
+                asked = clock.asked
+                writer.write(piece)
+                await until(lambda: clock.asked > asked)
+
+            async def answered() -> None:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+            await send(request[:-10])
+            clock.advance(5.0)
+            writer.write(request[-10:])
+            await answered()
+            clock.advance(1.0)
+            writer.write(request)
+            await answered()
+            clock.advance(1.0)
+            writer.write(2 * request)
+            await answered()
+            await answered()
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+    lines = log_of(tmp_path / "log.jsonl")
+    assert [line["ts"] - 1_790_000_000.0 for line in lines] == pytest.approx([0.0, 6.0, 7.0, 7.0])
+    assert [line["latency_s"] for line in lines] == pytest.approx([5.0, 0.0, 0.0, 0.0])
 
 
 def test_the_first_token_never_comes_before_its_scripted_time() -> None:

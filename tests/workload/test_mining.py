@@ -142,7 +142,19 @@ def test_a_system_prompt_is_told_by_what_first_prompts_share() -> None:
     found = mined(*talks)
     assert found.facts.sessions == 8
     assert found.profile.shared_tokens == 4096
-    assert [each.turns[0].kept_tokens for each in found.profile.recorded] == [0, *[4096] * 7]
+    assert [each.turns[0].kept_tokens for each in found.profile.recorded] == [4096] * 8
+
+
+def test_a_cut_of_the_first_conversation_is_no_system_prompt() -> None:
+    """Its cut begins like its own first prompt; no other conversation does."""
+    talk = Talk(None, range(10_000), 0.0).ask([], range(100)).ask(range(500), range(100))
+    talk.ids = talk.ids[:8000]
+    talk.ask(range(7, 207), range(100))
+    other = Talk(None, range(50_000, 60_000), 500.0).ask([], range(100))
+    found = mined(talk, other)
+    assert (found.facts.sessions, found.facts.compactions) == (2, 1)
+    assert found.profile.shared_tokens == 0
+    assert [each.turns[0].kept_tokens for each in found.profile.recorded] == [0, 0]
 
 
 def test_replies_that_do_not_return_are_not_counted_as_kept() -> None:

@@ -16,14 +16,24 @@ from hostcache.bench.harness.cellfile import RECORDS, whole_records
 from hostcache.bench.harness.figures import bench_document
 from hostcache.bench.harness.matrix_folder import counted_files
 from hostcache.bench.harness.summaries import parse_goodput
+from hostcache.bench.mined import (
+    FLEETS,
+    Comparison,
+    FleetSize,
+    compared,
+    comparison_json,
+    comparison_text,
+    parse_fleet,
+)
 from hostcache.errors import BARS_MISSED, ConfigError, HostCacheError
 from hostcache.records import CellRecord, Record
 from hostcache.testing.mock_server import add_arguments as mock_arguments
 from hostcache.testing.mock_server import config_from, serve_mock
 from hostcache.workload.corpora import build_corpus, write_corpus
-from hostcache.workload.mining import mine
+from hostcache.workload.mining import Mined, ideal_log, mine
 from hostcache.workload.profiles import find_profile, named_profile, profile_json, profile_names
 from hostcache.workload.request_logs import Form, read_log
+from hostcache.workload.traces import open_trace, sessions_of
 
 _REPORT = """\
 examples:
@@ -38,6 +48,7 @@ examples:
   hostcache bench mine requests.jsonl --out my-profile.json
   hostcache bench agents --profile my-profile.json
   hostcache sim plan --profile my-profile.json
+  hostcache bench mine replay.jsonl --speed 20 --no-replies --named --against trace.jsonl.gz --sessions 24
 
 Reads a proxy's JSONL, vLLM's request log, LiteLLM's JSONL or a CSV (docs/profiles.md); sizes and times, never content.
 """
@@ -90,7 +101,17 @@ def add_tools(commands: Any) -> None:
     each.add_argument("--speed", type=float, default=1.0, metavar="X",
                       help="how many times faster than life the log was recorded (default: 1)")
     each.add_argument("--no-replies", action="store_true", help="prompts do not contain the answers before them")
-    each.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: stdout)")
+    each.add_argument("--named", action="store_true", help="leave out requests that name no conversation")
+    each.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: stdout, but for --against)")
+    group = each.add_argument_group("what came back of a trace whose replay the log is of")
+    group.add_argument("--against", type=Path, metavar="TRACE", help="print its figures beside the mined ones")
+    group.add_argument("--sessions", type=int, default=0, metavar="N", help="of the trace, the first N (default: all)")
+    group.add_argument("--longest-gap-s", type=float, default=0.0, metavar="S", help="the replay cut pauses to that")
+    group.add_argument("--fleet", action="append", default=[], metavar="POOL[:HOST]",
+                       help="simulate both on a device of so many tokens and a host tier of so many bytes; may be "
+                            f"given again (default: {', '.join(FLEETS)})")
+    group.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    group.add_argument("--strict", action="store_true", help=f"exit {BARS_MISSED} when something did not come back")
     each = tool("profiles", "the workloads that ship", "")
     each.add_argument("name", nargs="?", metavar="NAME|FILE", help="print this one")
     each = tool("report", "records of the harness as tables, JSON and one page", _REPORT)
@@ -119,8 +140,17 @@ def _corpus(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages)
 
 
 def _mine(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages) -> int:
+    asked = [name for name in ("sessions", "longest_gap_s", "fleet", "json", "strict") if getattr(args, name)]
+    if asked and args.against is None:
+        raise ConfigError(f"--{asked[0].replace('_', '-')} is of a comparison; give --against TRACE with it")
+    if args.sessions < 0 or not 0 <= args.longest_gap_s < float("inf"):
+        raise ConfigError(f"--sessions is {args.sessions}, --longest-gap-s {args.longest_gap_s}; give 0 or more")
+    fleets = [parse_fleet(text) for text in args.fleet or FLEETS]
     log = read_log(args.log, form=args.form)
-    mined = mine(log.requests, name=args.name or args.log.name.split(".")[0], speed=args.speed,
+    requests = [each for each in log.requests if each.session is not None or not args.named]
+    if args.named:
+        err.write(f"left out {len(log.requests) - len(requests)} requests that name no conversation\n")
+    mined = mine(requests, name=args.name or args.log.name.split(".")[0], speed=args.speed,
                  source=f"mined from {args.log.name} ({log.form})", replies_return=not args.no_replies)
     for why, count in log.skipped.items():
         err.write(f"skipped {count} × {why} (first: line {log.first[why]})\n")
@@ -131,8 +161,28 @@ def _mine(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages) -
             err.write(f"  {name.replace('_', ' '):20} {value}\n")
     for note in mined.facts.notes:
         err.write(f"  {note}\n")
-    _give(profile_json(mined.profile), args.out, out, err)
-    return 0
+    if args.out is not None or args.against is None:
+        _give(profile_json(mined.profile), args.out, out, err)
+    if args.against is None:
+        return 0
+    comparison = _against(mined, args, fleets, err)
+    out.write(json.dumps(comparison_json(comparison), indent=1, ensure_ascii=False) + "\n" if args.json
+              else comparison_text(comparison))
+    return BARS_MISSED if args.strict and comparison.missed else 0
+
+
+def _against(mined: Mined, args: argparse.Namespace, fleets: Sequence[FleetSize], err: TextIO) -> Comparison:
+    """The log is of a replay of the first sessions of that trace."""
+    trace = open_trace(args.against)
+    sessions = sessions_of(trace)[: args.sessions or None]
+    ideal = ideal_log(sessions, block_tokens=trace.format.block_tokens, longest_gap_s=args.longest_gap_s)
+    reference = mine(ideal, name=args.against.name, replies_return=not args.no_replies)
+
+    def tell(line: str) -> None:
+        err.write(f"{line}\n")
+        err.flush()
+
+    return compared(mined, reference, trace, sessions, fleets=fleets, longest_gap_s=args.longest_gap_s, progress=tell)
 
 
 def _profiles(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages) -> int:

@@ -6,9 +6,12 @@ Fields that a mock has no use for are accepted and change nothing (unless `opena
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from hostcache.errors import RequestRefused
 from hostcache.testing.mock_cache import BlockChain
@@ -44,6 +47,8 @@ class Call:
     reply: Sequence[int] = ()
     report: RequestReport | None = None
     first_token_s: float | None = None
+    ended_s: float | None = None
+    """when the last bytes of a whole answer were handed over: taken before, since their reader may run first"""
     sent_tokens: int = 0
     status: int = LEFT
 
@@ -61,8 +66,8 @@ class Call:
         return bool(self.body.get("return_token_ids"))
 
 
-def parse_call(request: HttpRequest, config: MockConfig, *, number: int, now_s: float, now_unix_s: float) -> Call:
-    """Raises RequestRefused for what cannot be served."""
+def parse_call(request: HttpRequest, config: MockConfig, *, number: int, origin_unix_s: float) -> Call:
+    """`origin_unix_s`: of the server's clock. Raises RequestRefused for what cannot be served."""
     body, chat = read_json(request.body), request.path == "/v1/chat/completions"
     if config.openai_fields_only:
         for name in body:
@@ -71,7 +76,7 @@ def parse_call(request: HttpRequest, config: MockConfig, *, number: int, now_s: 
     if body.get("model") not in (None, config.model):
         raise RequestRefused(f"the model {str(body['model'])[:200]!r} does not exist here; this server has "
                              f"{config.model!r}", status=404, code="model_not_found", param="model")
-    prompt = token_ids(body, chat=chat)
+    prompt = _packed(token_ids(body, chat=chat))
     if not prompt:
         raise RequestRefused("the prompt is empty; send at least one token")
     asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
@@ -85,8 +90,8 @@ def parse_call(request: HttpRequest, config: MockConfig, *, number: int, now_s: 
     chain.extend(prompt)
     session = request.headers.get("x-session-id") or body.get("session_id") or body.get("user")
     return Call(number=number, fault=config.fault_of(number), chat=chat, body=body, prompt=prompt,
-                max_tokens=max_tokens, session=None if session is None else str(session), arrived_s=now_s,
-                created_unix_s=now_unix_s, chain=chain)
+                max_tokens=max_tokens, session=None if session is None else str(session),
+                arrived_s=request.arrived_s, created_unix_s=origin_unix_s + request.arrived_s, chain=chain)
 
 
 def token_ids(body: Mapping[str, Any], *, chat: bool) -> Sequence[int]:
@@ -100,9 +105,18 @@ def token_ids(body: Mapping[str, Any], *, chat: bool) -> Sequence[int]:
         return tokenize(prompt)
     if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
         raise RequestRefused("prompt must be one text or one list of token ids", param="prompt")
-    if prompt and not (min(prompt) >= 0 and max(prompt) < 1 << 63):
-        raise RequestRefused("prompt holds a token id that is negative or beyond 63 bits", param="prompt")
     return prompt
+
+
+def _packed(ids: Sequence[int]) -> array[int]:
+    """As 64-bit integers, once for all that hashes them: a long prompt's conversions are what a request costs here."""
+    try:
+        packed = array("q", ids)
+    except OverflowError:
+        packed = array("q", (-1,))
+    if packed and np.frombuffer(packed, dtype=np.int64).min() < 0:
+        raise RequestRefused("prompt holds a token id that is negative or beyond 63 bits", param="prompt")
+    return packed
 
 
 def _messages(raw: Any) -> list[dict[str, str]]:
@@ -154,7 +168,7 @@ def stream_events(call: Call, config: MockConfig) -> list[bytes]:
             said = f',"delta":{{{role}"content":"{text}"}}'
         else:
             said = f',"text":"{text}"'
-            if at == 0 and ids:
+            if at == 0 and ids and not config.no_prompt_ids:
                 ids += f',"prompt_token_ids":{to_json(list(call.prompt)).decode()}'
         events.append(f"{opening}{finish}{said}{ids}{closing}".encode())
     return events
@@ -178,6 +192,7 @@ def whole_answer(call: Call, config: MockConfig) -> dict[str, Any]:
     answer = {**_envelope(call, config), "choices": [choice]}
     if call.asks_for_ids:  # where vLLM puts them
         choice["token_ids"] = ids
+    if call.asks_for_ids and not config.no_prompt_ids:
         (answer if call.chat else choice)["prompt_token_ids"] = list(call.prompt)
     usage = usage_json(call, config, completion_tokens=len(ids))
     return answer if usage is None else {**answer, "usage": usage}
@@ -206,7 +221,8 @@ def usage_json(call: Call, config: MockConfig, *, completion_tokens: int) -> dic
 
 
 def log_line(call: Call, config: MockConfig, *, arrived_unix_s: float, now_s: float) -> dict[str, Any]:
-    """Of the request log; its keys are told in `mock_server`."""
+    """Of the request log; its keys are told in `mock_server`. `now_s`: the end of what broke off."""
+    ended_s = now_s if call.ended_s is None else call.ended_s
     request: dict[str, Any] = {
         "model": config.model, "endpoint": "chat" if call.chat else "completions", "prompt_tokens": len(call.prompt),
         "max_tokens": call.max_tokens, "stream": call.streamed, "user": call.body.get("user")}
@@ -219,7 +235,7 @@ def log_line(call: Call, config: MockConfig, *, arrived_unix_s: float, now_s: fl
                  "cached_tokens": call.report.device_tokens + call.report.host_tokens}
     every, blocks = config.log_every_blocks, len(call.prompt) // config.block_tokens
     return {
-        "ts": round(arrived_unix_s, 6), "latency_s": round(now_s - call.arrived_s, 6),
+        "ts": round(arrived_unix_s, 6), "latency_s": round(ended_s - call.arrived_s, 6),
         "ttft_s": None if first_s is None else round(first_s - call.arrived_s, 6), "status": call.status,
         "session": call.session, "request": request, "usage": usage,
         "prefix": [digest.hex() for digest in call.chain.digests[:blocks][every - 1 :: every]],

@@ -77,6 +77,7 @@ class MockConfig:
     slow_s: float = 1.0
     openai_fields_only: bool = False
     no_tokenize: bool = False
+    no_prompt_ids: bool = False
     plugin: bool = False
     corrupt_restores: bool = False
     reset_keeps_host: bool = False
@@ -141,6 +142,7 @@ SAYS = {
     "slow_s": "delay of the fault slow",
     "openai_fields_only": "answer 400 to request fields that OpenAI's API does not have",
     "no_tokenize": "have no /tokenize",
+    "no_prompt_ids": "leave prompt_token_ids out where ids are asked for: half the work of a long prompt",
     "plugin": "of style vllm: the host tier is hostcache's plugin, and counts as it does",
     "corrupt_restores": "give another reply whenever anything was restored",
     "reset_keeps_host": "/reset_prefix_cache leaves the host tier alone, and says nothing",

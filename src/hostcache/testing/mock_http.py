@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 from hostcache.errors import RequestRefused
 
@@ -20,9 +21,24 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Inbound(asyncio.StreamReader):
-    """A reader that says at once when the other end is gone, not only to who reads."""
+    """A reader that says at once when the other end is gone, not only to who reads, and notes when a request came."""
 
     on_left: Callable[[], object] | None = None
+
+    def __init__(self, *, limit: int, loop: asyncio.AbstractEventLoop, now: Callable[[], float]) -> None:
+        super().__init__(limit=limit, loop=loop)
+        self._now = now
+        self._began_s: float | None = None
+
+    def feed_data(self, data: Any) -> None:
+        if self._began_s is None:
+            self._began_s = self._now()
+        super().feed_data(data)
+
+    def began_s(self) -> float:
+        """When the first byte came since this was asked before; now, where that byte came with an earlier request."""
+        began_s, self._began_s = self._began_s, None
+        return self._now() if began_s is None else began_s
 
     def feed_eof(self) -> None:
         super().feed_eof()
@@ -39,20 +55,21 @@ class Inbound(asyncio.StreamReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRequest:
-    """`headers`: lower-case names. `query`: what follows the question mark."""
+    """`headers`: lower-case names. `query`: what follows the question mark. `arrived_s`: of its first byte."""
 
     method: str
     path: str
     query: str
     headers: Mapping[str, str]
     body: bytes
+    arrived_s: float
 
     @property
     def keep_alive(self) -> bool:
         return self.headers.get("connection", "").lower() != "close"
 
 
-async def read_request(reader: asyncio.StreamReader, *, max_body_bytes: int) -> HttpRequest | None:
+async def read_request(reader: Inbound, *, max_body_bytes: int) -> HttpRequest | None:
     """The next request, None at the connection's end. Raises RequestRefused for one that is not understood: nothing
     more can be read from this connection then."""
     try:
@@ -77,7 +94,8 @@ async def read_request(reader: asyncio.StreamReader, *, max_body_bytes: int) -> 
     except asyncio.IncompleteReadError:
         return None
     path, _, query = words[1].partition("?")
-    return HttpRequest(method=words[0], path=path.rstrip("/") or "/", query=query, headers=headers, body=body)
+    return HttpRequest(method=words[0], path=path.rstrip("/") or "/", query=query, headers=headers, body=body,
+                       arrived_s=reader.began_s())
 
 
 def head(status: int, content_type: str, *, length: int | None, extra: Mapping[str, str] | None = None) -> bytes:

@@ -10,7 +10,7 @@ the answer ends. What the counters say always adds up: device + host + computed 
 The request log, where asked for, is one JSON object a line, written when a request is over, as a proxy in front of a
 server could write it:
 
-    ts           unix seconds of the request's arrival
+    ts           unix seconds of the arrival of the request's first byte
     latency_s    until its end; `ttft_s` until the first token, null where none came
     status       of the answer; 499 where the client left or the connection was reset first
     session      header X-Session-ID, else `session_id`, else `user` of the body, else null
@@ -99,8 +99,8 @@ class MockServer:
         self._open_log()
         try:
             self._server = await loop.create_server(
-                lambda: asyncio.StreamReaderProtocol(Inbound(limit=HEAD_LIMIT_BYTES, loop=loop), self._connection,
-                                                     loop=loop),
+                lambda: asyncio.StreamReaderProtocol(Inbound(limit=HEAD_LIMIT_BYTES, loop=loop, now=self._clock.now),
+                                                     self._connection, loop=loop),
                 self._host, self._port, backlog=1024)
         except OSError as error:
             self._close_log()
@@ -201,8 +201,8 @@ class MockServer:
                 return
             if request.method != "POST":
                 raise RequestRefused(f"{request.path} takes POST, not {request.method}", status=405)
-            call = answers.parse_call(request, self.config, number=self._number + 1, now_s=self._clock.now(),
-                                      now_unix_s=self._unix_s())
+            call = answers.parse_call(request, self.config, number=self._number + 1,
+                                      origin_unix_s=self._origin_unix_s)
         except RequestRefused as error:
             writer.write(_refusal(error))
             return
@@ -326,7 +326,7 @@ class MockServer:
             await self._break_off(call, writer)
         gaps = max(0, -(-len(call.reply) // answers.chunk_tokens(call, self.config)) - 1)
         await self._clock.sleep_until(due_s + gaps * self.config.itl_s)
-        call.sent_tokens, call.status = len(call.reply), 200
+        call.sent_tokens, call.status, call.ended_s = len(call.reply), 200, self._clock.now()
         writer.write(json_response(200, answers.whole_answer(call, self.config)))
 
     async def _stream(self, call: Call, ledger: Ledger, due_s: float, writer: asyncio.StreamWriter) -> None:
@@ -348,6 +348,8 @@ class MockServer:
                 if call.fault != "malformed":
                     await self._break_off(call, writer)
                 opening += http_chunk(b'data: {"id":"cmpl-broken","choices":[{"ind\n\n')
+            if index == last:
+                call.ended_s = self._clock.now()
             writer.write(opening + http_chunk(event) + (LAST_CHUNK if index == last else b""))
             opening = b""
             call.sent_tokens = min(len(call.reply), (index + 1) * step)

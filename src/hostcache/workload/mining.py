@@ -26,6 +26,7 @@ import numpy.typing as npt
 from hostcache.errors import ConfigError
 from hostcache.workload.profiles import Profile, RecordedSession, RecordedTurn, quantile_at, quantiles
 from hostcache.workload.request_logs import LoggedRequest
+from hostcache.workload.traces import TraceSession
 
 Joined = Literal["hint", "prefix", "growth", "none"]
 
@@ -137,6 +138,28 @@ def mine(
     return Mined(profile=profile, facts=facts)
 
 
+def ideal_log(
+    sessions: Sequence[TraceSession], *, block_tokens: int, longest_gap_s: float = 0.0
+) -> list[LoggedRequest]:
+    """What a proxy would log of a trace's closed-loop replay by a client that is never late and a server that needs no
+    time: mined, it is what mining the log of a real replay should give.
+
+    `longest_gap_s`: longer pauses are cut to that (0: none is).
+    """
+    log: list[LoggedRequest] = []
+    for session in sessions:
+        at_s = session.requests[0].arrival_s or 0.0
+        for turn, request in enumerate(session.requests):
+            if turn:
+                at_s += min(request.think_s, longest_gap_s) if longest_gap_s else request.think_s
+            ends = np.arange(1, len(request.blocks) + 1, dtype=np.uint64) * np.uint64(block_tokens)
+            log.append(LoggedRequest(
+                line=request.number, started_s=at_s, ended_s=at_s, prompt_tokens=max(1, request.input_tokens),
+                completion_tokens=max(1, request.output_tokens), session=session.name, prefix=request.blocks,
+                prefix_ends=np.minimum(ends, max(1, request.input_tokens)).astype(np.uint32)))  # fmt: skip
+    return sorted(log, key=lambda request: (request.started_s, request.line))
+
+
 # Conversations ------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +171,9 @@ class _Session:
     branch_of: _Session | None = None
     branch_kept: int = 0
     head_tokens: int = 0
-    """What the first prompt begins with that another conversation had begun with before."""
+    """What the first prompt begins with that another conversation begins with, too."""
+    alike: list[tuple[_Session, int]] = field(default_factory=list)
+    """Who had said that before, and how much of it in a first prompt."""
 
     @property
     def last(self) -> LoggedRequest:
@@ -163,12 +188,16 @@ def _common(before: LoggedRequest, after: LoggedRequest) -> int | None:
     """Tokens of `before`'s prompt that begin `after`'s. A last piece that is no whole one counts with the others."""
     if not len(before.prefix) or not len(after.prefix):
         return None
-    pieces = min(len(before.prefix), len(after.prefix))
-    differ = np.flatnonzero(before.prefix[:pieces] != after.prefix[:pieces])
+    same = _begun_alike(before, after)
+    return same if same < before.prefix_ends[-1] else min(before.prompt_tokens, after.prompt_tokens)
+
+
+def _begun_alike(one: LoggedRequest, other: LoggedRequest) -> int:
+    """Tokens of the pieces that both begin with."""
+    pieces = min(len(one.prefix), len(other.prefix))
+    differ = np.flatnonzero(one.prefix[:pieces] != other.prefix[:pieces])
     same = int(differ[0]) if len(differ) else pieces
-    if same == len(before.prefix):
-        return min(before.prompt_tokens, after.prompt_tokens)
-    return int(before.prefix_ends[same - 1]) if same else 0
+    return int(one.prefix_ends[same - 1]) if same else 0
 
 
 def _sessions(requests: Sequence[LoggedRequest]) -> tuple[list[_Session], dict[Joined, int], list[str]]:
@@ -203,7 +232,7 @@ def _sessions(requests: Sequence[LoggedRequest]) -> tuple[list[_Session], dict[J
             if request.session in hints:
                 by_name[request.session] = session
                 if len(request.prefix):
-                    session.head_tokens = chains.head(request)
+                    chains.begin(session, request)
         session.add(request)
         if len(request.prefix):
             chains.put(session, request)
@@ -211,6 +240,9 @@ def _sessions(requests: Sequence[LoggedRequest]) -> tuple[list[_Session], dict[J
             lengths.put(session)
         joined[how] += 1
     sessions = _rejoined(sessions, joined)
+    for session in sessions:
+        for owner, tokens in session.alike:  # who says a system prompt first begins with it, too
+            owner.head_tokens = max(owner.head_tokens, tokens)
     if joined["growth"]:
         notes.append("the log has neither names nor digests: conversations were told by growing lengths, and a "
                      "compaction looks like a new one")
@@ -239,10 +271,13 @@ class _Chains:
                 high = middle - 1
         return low
 
-    def head(self, request: LoggedRequest) -> int:
-        """Tokens it begins with that were said before."""
+    def begin(self, session: _Session, request: LoggedRequest) -> None:
+        """Notes what the first prompt of `session` begins with that was said before, and by whom."""
         known = self._known(request)
-        return int(request.prefix_ends[known - 1]) if known else 0
+        if known:
+            session.head_tokens = int(request.prefix_ends[known - 1])
+            session.alike = [(owner, _begun_alike(owner.requests[0], request))
+                             for owner in self._owners[int(request.prefix[known - 1])]]
 
     def find(self, request: LoggedRequest) -> tuple[_Session | None, _Session]:
         """The conversation that it continues, or else a fresh one that remembers where it may have branched off."""
@@ -253,8 +288,8 @@ class _Chains:
             if free:
                 return max(free, key=lambda each: each.last.ended_s), _Session()
         fresh = _Session()
+        self.begin(fresh, request)
         if known:
-            fresh.head_tokens = int(request.prefix_ends[known - 1])
             owners = self._owners[int(request.prefix[known - 1])]
             if len(owners) == 1 and owners[0].last.ended_s <= request.started_s:
                 kept = _common(owners[0].last, request) or 0

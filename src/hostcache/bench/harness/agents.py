@@ -25,8 +25,8 @@ from hostcache.workload.agents import COMPACTED_SHARE, stream
 
 PAUSE_AFTER_FAILURE_S = 1.0
 """Never at once: a turn that failed in no time would be repeated without end."""
-PREPARE_S = 0.1
-"""A prompt is put together so long before it is due: then it is not late, and prompts that wait take no memory."""
+PREPARE_S = 0.25
+"""A request is put together so long before it is due: then it is not late, and those that wait take no memory."""
 PRIME_ATTEMPTS = 3
 """Failed turns after which a window no longer waits for an agent's first answer."""
 
@@ -70,9 +70,10 @@ class Agent:
 
     side = False
 
-    def __init__(self, number: int, script: Script) -> None:
+    def __init__(self, number: int, script: Script, cast: Cast) -> None:
         self._number = number
         self._script = script
+        self._cast = cast
         self._due_s: float | None = None
         self._through = False
         self._primed: set[str] = set()
@@ -84,12 +85,16 @@ class Agent:
         elif self._due_s < start_s:  # so that not all begin a window at once
             self._due_s = start_s + script.pause_s()
         while not self._through and await shift.until(self._due_s - PREPARE_S):
-            session, prompt = script.session, script.prompt
+            session = script.session
+            question = Question(
+                prompt=script.prompt, role=self._role(), client=self._number, session=session, turn=script.turn,
+                due_s=self._due_s, max_tokens=script.reply_tokens, shared_tokens=script.shared_tokens,
+                extra={"user": self._cast.user(session)})
+            letter = await shift.prepare(question)
             if not await shift.until(self._due_s):
                 return
-            heard = await shift.ask(Question(
-                prompt=prompt, role=self._role(), client=self._number, session=session, turn=script.turn,
-                due_s=self._due_s, max_tokens=script.reply_tokens, shared_tokens=script.shared_tokens))
+            heard = await shift.ask(question, letter)
+            del question, letter
             pause_s = script.heard(heard)
             self._through = pause_s is None
             if heard.outcome == "ok":
@@ -155,7 +160,7 @@ class AgentsParameters(Workload):
 
     def players(self, cast: Cast) -> Sequence[Client]:
         check_room(self.prefix_tokens + self.reply_tokens, cast)
-        return [Agent(number, _ShapedScript(self, number, cast)) for number in cast.mine]
+        return [Agent(number, _ShapedScript(self, number, cast), cast) for number in cast.mine]
 
     async def run(self, cell: Cell) -> None:
         await run_ramp(cell, self, self.points, self.duration_s)

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from random import Random
 from typing import Any, Protocol
 
@@ -57,6 +57,16 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A question ready to be sent: what takes milliseconds of a long prompt is done."""
+
+    ask: Ask
+    body: bytes
+    digest: str
+    """of the prompt"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
     """Which clients one process plays: `mine` of `count`, with these texts. `part`: names the ramp's point.
 
@@ -68,6 +78,12 @@ class Cast:
     mine: tuple[int, ...]
     texts: Texts
     limit_tokens: int | None
+
+    def user(self, session: str) -> str:
+        """What its requests call themselves (OpenAI's `user`), so that a proxy's log tells conversations apart: the
+        session's name, behind what is this run's alone."""
+        run = blake2b(self.texts.salt.encode(), digest_size=4).hexdigest()
+        return "/".join(name for name in (run, self.part, session) if name)
 
 
 class Client(Protocol):
@@ -106,23 +122,31 @@ class Desk:
         self._want_ids = want_ids
         self._retry: dict[int, Random] = {}
 
-    async def ask(self, question: Question, segment: SegmentName, part: str) -> Heard:
-        """Sends when it is due. Never raises for a bad answer; cancelled, it writes the record as aborted first."""
-        if question.client not in self._retry:
-            self._retry[question.client] = stream(self._seed, "retry", question.client)
+    async def prepare(self, question: Question) -> Letter:
+        """Ahead of time, for who wants to be punctual with long prompts."""
         ask = Ask(endpoint="chat" if self._mode == "chat" else "completions", prompt=question.prompt,
                   max_tokens=question.max_tokens, extra=question.extra, ignore_eos=self._ignore_eos,
                   want_ids=self._want_ids)
-        digest, body = prompt_sha256(question.prompt), self._client.encoded(ask, self._model)
+        digest = prompt_sha256(question.prompt)
+        await asyncio.sleep(0)  # others may be due in between
+        return Letter(ask=ask, body=self._client.encoded(ask, self._model), digest=digest)
+
+    async def ask(self, question: Question, segment: SegmentName, part: str, letter: Letter | None = None) -> Heard:
+        """Sends when it is due. Never raises for a bad answer; cancelled, it writes the record as aborted first.
+        `letter`: of this question, where it was prepared."""
+        if question.client not in self._retry:
+            self._retry[question.client] = stream(self._seed, "retry", question.client)
+        letter = letter or await self.prepare(question)
         await self._until(question.due_s)
         sent_s = self.clock.now()
         try:
-            heard = await self._client.ask(ask, model=self._model, rng=self._retry[question.client], body=body)
+            heard = await self._client.ask(letter.ask, model=self._model, rng=self._retry[question.client],
+                                           body=letter.body)
         except asyncio.CancelledError:
             heard = aborted(sent_s, self.clock.now())
-            self._emit(record_of(question, heard, segment, part, digest))
+            self._emit(record_of(question, heard, segment, part, letter.digest))
             raise
-        self._emit(record_of(question, heard, segment, part, digest))
+        self._emit(record_of(question, heard, segment, part, letter.digest))
         return heard
 
     async def _until(self, due_s: float) -> None:
@@ -162,8 +186,11 @@ class Shift:
                 self._sleepers.discard(sleeper)
         return not self._halted
 
-    async def ask(self, question: Question) -> Heard:
-        return await self._desk.ask(question, self.order.segment, self.order.part)
+    async def prepare(self, question: Question) -> Letter:
+        return await self._desk.prepare(question)
+
+    async def ask(self, question: Question, letter: Letter | None = None) -> Heard:
+        return await self._desk.ask(question, self.order.segment, self.order.part, letter)
 
     async def play(self, clients: Sequence[Client]) -> None:
         """All of them at once; a client that breaks ends the others and raises."""

@@ -87,7 +87,8 @@ class ProfileParameters(Workload):
             sessions = planned_sessions(replace(profile, sessions=cast.count), seed=cast.texts.seed, limit_tokens=limit,
                                         laps=1 if own_times else None)
             own = islice(sessions, number, number + 1 if own_times else None, cast.count)
-            players.append(Agent(number, _PlannedScript(profile, number, own, cast, self.speed, own_times=own_times)))
+            script = _PlannedScript(profile, number, own, cast, self.speed, own_times=own_times)
+            players.append(Agent(number, script, cast))
         return players
 
     async def run(self, cell: Cell) -> None:
@@ -211,7 +212,7 @@ class ReplayParameters(Workload):
         if cast.limit_tokens is not None and longest > cast.limit_tokens:
             raise ConfigError(f"the trace has a prompt and answer of {longest} tokens and the server takes "
                               f"{cast.limit_tokens}; give --longest-tokens, or a smaller --block-tokens")
-        return [Agent(number, _TraceScript(self, material, number, cast.texts)) for number in cast.mine]
+        return [Agent(number, _TraceScript(self, material, number, cast.texts), cast) for number in cast.mine]
 
     async def run(self, cell: Cell) -> None:
         material = _Material(self)
