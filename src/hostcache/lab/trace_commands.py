@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar, cast, get_args
+from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar, cast
 
 from hostcache.errors import ConfigError
 from hostcache.lab.stream import Seal
@@ -23,12 +23,12 @@ from hostcache.workload.traces import (
     DELTA,
     MOONCAKE,
     SESSIONS,
-    Rounding,
     Trace,
     TraceCount,
     TraceFormat,
     TraceRefused,
     TraceRequest,
+    block_form,
     open_trace,
 )
 
@@ -81,12 +81,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_asked(args: argparse.Namespace, *, need_blocks: bool = True) -> Trace:
     """The trace at `args.trace`. Raises ConfigError, TraceRefused."""
-    blocks: tuple[int, Rounding] | None = None
-    if args.read_blocks is not None:
-        size, _, rounding = args.read_blocks.partition(":")
-        if not (size.isascii() and size.isdigit() and int(size)) or rounding not in get_args(Rounding):
-            raise ConfigError(f"--read-blocks is {args.read_blocks}; give tokens a block and ceil or floor: 64:floor")
-        blocks = int(size), cast(Rounding, rounding)
+    blocks = None if args.read_blocks is None else block_form(args.read_blocks, "--read-blocks")
     return open_trace(args.trace, blocks=blocks, spread_s=args.spread_s, seed=args.seed, need_blocks=need_blocks)
 
 

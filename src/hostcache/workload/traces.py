@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast, get_args
 
 import numpy as np
 
@@ -41,9 +42,27 @@ from hostcache.workload.trace_formats.rows import (
 from hostcache.workload.trace_formats.sessions import SESSIONS
 from hostcache.workload.trace_ids import KnownIds
 
-__all__ = ["AZURE", "BAILIAN", "DELTA", "MOONCAKE", "SESSIONS", "Rounding", "Trace", "TraceCount", "TraceFacts",
-           "TraceFormat", "TraceRefused", "TraceRequest", "TraceSession", "open_trace", "parent_of", "sessions_of",
-           "trace_facts"]
+__all__ = [
+    "AZURE",
+    "BAILIAN",
+    "DELTA",
+    "MOONCAKE",
+    "SESSIONS",
+    "Rounding",
+    "Trace",
+    "TraceCount",
+    "TraceFacts",
+    "TraceFormat",
+    "TraceRefused",
+    "TraceRequest",
+    "TraceSession",
+    "block_form",
+    "files_digest",
+    "open_trace",
+    "parent_of",
+    "sessions_of",
+    "trace_facts",
+]
 
 _LFS = b"version https://git-lfs"
 
@@ -84,6 +103,27 @@ _READERS: Mapping[str, Callable[[TraceFormat], Reader]] = {
     MOONCAKE.name: mooncake.Reader, DELTA.name: delta.Reader, BAILIAN.name: bailian.Reader, AZURE.name: azure.Reader,
 }
 _BY_FIELDS = ((MOONCAKE, mooncake.FIELDS), (DELTA, delta.FIELDS), (BAILIAN, bailian.FIELDS))
+
+
+def block_form(text: str, name: str) -> tuple[int, Rounding]:
+    """`64:floor`, as option `name` gives it. Raises ConfigError."""
+    size, _, rounding = text.partition(":")
+    if not (size.isascii() and size.isdigit() and int(size)) or rounding not in get_args(Rounding):
+        raise ConfigError(f"{name} is {text}; give tokens a block and ceil or floor: 64:floor")
+    return int(size), cast(Rounding, rounding)
+
+
+def files_digest(path: Path) -> str:
+    """sha256 of a trace's bytes as they lie there; of a folder of sessions, of all their names and bytes.
+
+    Raises OSError, TraceRefused.
+    """
+    if not path.is_dir():
+        return sha256(path.read_bytes()).hexdigest()
+    whole = sha256()
+    for source in sessions.sources(path):
+        whole.update(f"{source.name} {sha256(source.read()).hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def open_trace(path: Path | str, *, blocks: tuple[int, Rounding] | None = None, spread_s: float = 0.0, seed: int = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -254,6 +255,38 @@ def test_a_session_ends_before_a_request_beyond_the_longest_and_a_trace_that_is_
     assert len(players) == 2
     with pytest.raises(ConfigError, match="no request of"):
         ReplayParameters(trace=str(path), longest_tokens=1).players(cast(2))
+
+
+def test_a_folder_of_kv_cache_tester_sessions_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    path.mkdir()
+    for name, blocks in (("a", [1, 2]), ("b", [1, 2, 3])):
+        asked = [{"t": 20.0 * turn, "type": "n", "in": 64 * (len(blocks) + turn) + 7, "out": 3, "api_time": 2.0,
+                  "hash_ids": [*blocks, *range(10, 10 + turn)]} for turn in range(2)]
+        (path / f"{name}.json").write_text(json.dumps(
+            {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": asked}))
+    workload = ReplayParameters(trace=str(path), speed=1e4, spread_s=50.0)
+    config = dataclasses.replace(QUICK, device_blocks=1_000_000)
+    sent = by_session(requests(records_of(workload, tmp_path / "run", config=config), segment="window"))
+    assert {name: [each.prompt_tokens for each in visits] for name, visits in sent.items()} == {
+        "a": [135, 199], "b": [199, 263]}
+    assert {name: visits[1].cached_tokens for name, visits in sent.items()} == {"a": 128, "b": 192}
+    before = workload.inputs()
+    (path / "b.json").write_text((path / "b.json").read_text() + "\n")
+    assert workload.inputs() != before
+
+
+def test_the_blocks_of_a_trace_may_be_other_ones_than_its_forms(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"timestamp": 0, "input_length": 64, "output_length": 2, "hash_ids": ids}) + "\n"
+                            for ids in ([1, 2], [1, 3])))
+    with pytest.raises(ConfigError):
+        ReplayParameters(trace=str(path)).players(cast(2))
+    workload = ReplayParameters(trace=str(path), read_blocks="32:ceil")
+    records = records_of(workload, tmp_path / "run")
+    assert [(each.prompt_tokens, each.shared_tokens) for each in requests(records, segment="window")] == [(64, 32)] * 2
+    with pytest.raises(ConfigError, match="read_blocks is 32; give tokens a block and ceil or floor"):
+        ReplayParameters(trace=str(path), read_blocks="32").players(cast(2))
 
 
 def test_a_trace_that_cannot_be_read_is_refused() -> None:

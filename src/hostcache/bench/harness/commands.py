@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser, workload: str) -> None:
     recorded.add_argument("--profile", metavar="NAME|FILE", help="a mined profile, or the name of one that ships")
     recorded.add_argument("--divisor", type=float, metavar="X", help="divide the profile's token counts by it")
     recorded.add_argument("--trace", "--input-file", dest="trace", metavar="FILE",
-                          help="a recorded trace, of the delta format or Mooncake's")
+                          help="a recorded trace: Mooncake's form, Bailian's, the delta form, kv-cache-tester sessions")
+    recorded.add_argument("--read-blocks", metavar="N:ROUNDING",
+                          help="the trace's blocks, where they are not its form's (64:floor, say)")
+    recorded.add_argument("--spread-s", type=float, metavar="S",
+                          help="sessions whose start nobody recorded begin within S seconds (default: together)")
     recorded.add_argument("--speed", "--replay-speedup", dest="speed", type=float, metavar="X",
                           help="divide recorded pauses and arrivals by it")
     recorded.add_argument("--sessions", type=int, metavar="N", help="of the trace, the first N (default: all)")

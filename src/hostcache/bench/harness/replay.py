@@ -34,7 +34,15 @@ from hostcache.workload.profiles import (
     profile_json,
     scaled,
 )
-from hostcache.workload.traces import Trace, TraceRequest, TraceSession, open_trace, sessions_of
+from hostcache.workload.traces import (
+    Trace,
+    TraceRequest,
+    TraceSession,
+    block_form,
+    files_digest,
+    open_trace,
+    sessions_of,
+)
 
 NO_LIMIT = 1 << 62
 
@@ -171,7 +179,9 @@ class _PlannedScript:
 class ReplayParameters(Workload):
     """A trace's sessions, each from its own arrival on, each request its recorded pause after the last answer.
 
-    `sessions`: the first so many (0: all). `speed`: arrivals and pauses are divided by it. `longest_gap_s`: longer
+    `trace`: of any form that `lab trace` reads and that names blocks. `read_blocks`: the file's blocks where they are
+    not its form's (`64:floor`). `spread_s`: sessions whose start nobody recorded begin within so long. `sessions`: the
+    first so many (0: all). `speed`: arrivals and pauses are divided by it. `longest_gap_s`: longer
     pauses are cut to that, before (0: none is). `block_tokens`: how many tokens stand for a block (0: as many as the
     trace says); rests and answers shrink with it. `longest_tokens`: a session ends before its first prompt + answer
     beyond that (0: such a trace is refused when the server cannot take it). `duration_s`: 0 is to the end.
@@ -182,6 +192,8 @@ class ReplayParameters(Workload):
     NOT_IDENTITY: ClassVar[frozenset[str]] = frozenset({"duration_s", "trace"})  # its digest is among the inputs
 
     trace: str = ""
+    read_blocks: str = ""
+    spread_s: float = 0.0
     sessions: int = 0
     speed: float = 1.0
     longest_gap_s: float = 0.0
@@ -191,14 +203,14 @@ class ReplayParameters(Workload):
 
     def __post_init__(self) -> None:
         check_speed(self.speed)
-        for name in ("sessions", "longest_gap_s", "block_tokens", "longest_tokens", "duration_s"):
+        for name in ("sessions", "spread_s", "longest_gap_s", "block_tokens", "longest_tokens", "duration_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 or more")
 
     def inputs(self) -> dict[str, str]:
         path = Path(self.trace)
         try:
-            return {"trace": sha256(path.read_bytes()).hexdigest()}
+            return {"trace": files_digest(path)}
         except OSError as error:
             raise ConfigError(f"the trace {self.trace!r} cannot be read: {error.strerror}; give a file") from error
 
@@ -225,7 +237,8 @@ class _Material:
     """A trace's sessions as they will be sent."""
 
     def __init__(self, parameters: ReplayParameters) -> None:
-        trace = open_trace(Path(parameters.trace))
+        blocks = block_form(parameters.read_blocks, "read_blocks") if parameters.read_blocks else None
+        trace = open_trace(Path(parameters.trace), blocks=blocks, spread_s=parameters.spread_s)
         self.format = trace.format
         self.block_tokens = parameters.block_tokens or trace.format.block_tokens
         self.left_out = 0
