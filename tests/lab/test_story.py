@@ -70,6 +70,7 @@ def test_the_collapsed_bridge_is_found_whatever_order_of_touch_is_assumed(slice_
     assert "of 33 texts" in outcome.causes[0].says
 
 
+@needs_trace
 def test_counts_that_make_no_rate_are_refused(slice_600: Stream) -> None:
     with pytest.raises(ConfigError, match="no rate"):
         reconcile(slice_600, capacity_blocks=8, hits=0, queries=0)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hostcache.tier import LATENCY_BOUNDS_S, AccountingStats, TierStats, prometheus_text
+from hostcache.tier import AccountingStats, TierStats, prometheus_text
+from hostcache.tier.stats import LATENCY_BOUNDS_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

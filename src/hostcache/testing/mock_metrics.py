@@ -19,7 +19,6 @@ from hostcache.errors import InvariantBroken
 from hostcache.testing.mock_cache import MockCache
 from hostcache.testing.mock_config import MockConfig
 from hostcache.tier import (
-    LATENCY_BOUNDS_S,
     AccountingStats,
     Counters,
     Family,
@@ -29,6 +28,7 @@ from hostcache.tier import (
     check_balance,
     families,
 )
+from hostcache.tier.stats import LATENCY_BOUNDS_S
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 CLASSIC = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,11 +8,10 @@ from hostcache.tier.copying import Copier, CopyDone, CopyJob, Direction, Extent,
 from hostcache.tier.history import History
 from hostcache.tier.keys import Identity, KeyChain, PageKey, chain_ids, key_chain
 from hostcache.tier.reasons import Reason
-from hostcache.tier.stats import LATENCY_BOUNDS_S, Counters, Family, TierStats, families, prometheus_text
+from hostcache.tier.stats import Counters, Family, TierStats, families, prometheus_text
 from hostcache.tier.writeback import within_reach
 
 __all__ = [
-    "LATENCY_BOUNDS_S",
     "Account",
     "Accounting",
     "AccountingStats",

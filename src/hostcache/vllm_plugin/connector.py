@@ -30,7 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hostcache.clock import Clock, WallClock
 from hostcache.copiers import Fault
 from hostcache.errors import HostCacheError
-from hostcache.tier import LATENCY_BOUNDS_S
+from hostcache.tier.stats import LATENCY_BOUNDS_S
 from hostcache.vllm_plugin import build, stats, support, wall
 from hostcache.vllm_plugin.config import from_extra
 from hostcache.vllm_plugin.wall import SchedulerWall, WorkerWall
