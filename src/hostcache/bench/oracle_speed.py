@@ -35,7 +35,7 @@ from hostcache.workload.traces import MOONCAKE, TraceRequest
 CORE_BAR = 5.0
 COMMAND_BAR = 10.0
 ZIPF_BAR_REFERENCES_S = 3.6e6
-PLAIN_BAR = 1 / 20
+PLAIN_BAR_REFERENCES_S = ZIPF_BAR_REFERENCES_S / 20
 OPTIMUM_BAR_S = 5.0
 
 CAPACITIES = (1_000, 10_000, 50_000)
@@ -294,9 +294,7 @@ def bars(result: Mapping[str, Any]) -> list[tuple[str, str, float, bool]]:
                       "command for one", COMMAND_BAR)
     found += at_least("zipf_references_s", f"million references/s, {result['zipf']['references']:,} of Zipf",
                       ZIPF_BAR_REFERENCES_S, 1e6)
-    if "zipf_references_s" in figures:
-        share = figures["zipf_plain_references_s"]["median"] / figures["zipf_references_s"]["median"]
-        found.append(("the same with numpy alone, of that", f"at least {PLAIN_BAR:g}", share, share >= PLAIN_BAR))
+    found += at_least("zipf_plain_references_s", "million references/s of it with numpy alone", PLAIN_BAR_REFERENCES_S, 1e6)
     optimum_s = figures["optimum_s"]["median"]
     return [*found, ("both optima at every capacity, seconds", f"less than {OPTIMUM_BAR_S:g}", optimum_s,
                      optimum_s < OPTIMUM_BAR_S)]
