@@ -56,7 +56,8 @@ def test_without_the_other_simulator_one_line_says_how_to_get_it(alone: dict[str
     text = table(alone)
     assert "not compared: kvcache-simulator is not installed; pip install kvcache-simulator==0.1.3" in text.splitlines()
     assert not any(name.startswith(("over_", "core_", "command")) for name in alone["figures"])
-    assert list(named(alone)) == ["million references/s of it with numpy alone", "both optima at every capacity, seconds"]
+    assert list(named(alone)) == ["million references/s of it with numpy alone",
+                                  "both optima at every capacity, seconds"]
     assert json.loads(json.dumps(alone)) == alone
 
 

@@ -294,7 +294,8 @@ def bars(result: Mapping[str, Any]) -> list[tuple[str, str, float, bool]]:
                       "command for one", COMMAND_BAR)
     found += at_least("zipf_references_s", f"million references/s, {result['zipf']['references']:,} of Zipf",
                       ZIPF_BAR_REFERENCES_S, 1e6)
-    found += at_least("zipf_plain_references_s", "million references/s of it with numpy alone", PLAIN_BAR_REFERENCES_S, 1e6)
+    found += at_least("zipf_plain_references_s", "million references/s of it with numpy alone",
+                      PLAIN_BAR_REFERENCES_S, 1e6)
     optimum_s = figures["optimum_s"]["median"]
     return [*found, ("both optima at every capacity, seconds", f"less than {OPTIMUM_BAR_S:g}", optimum_s,
                      optimum_s < OPTIMUM_BAR_S)]
