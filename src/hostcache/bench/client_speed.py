@@ -27,6 +27,8 @@ from hostcache.clock import Clock, WallClock
 from hostcache.records import RequestRecord
 
 TTFT_S = 0.050
+ITL_S = 0.010
+"""So that each chunk comes by itself: what a client does a chunk is what it is short of."""
 SLIP_BAR_S = 0.002
 """Reported TTFT p50 at 100 requests/s of 4 chunks may exceed the scripted one by so much."""
 PROMPT_TOKENS = 64
@@ -59,7 +61,7 @@ def ask(rate: float, chunks: int, window_s: float, *, folder: Path, clock: Clock
     trace.write_text("".join(json.dumps({"timestamp": round(1000 * number / rate), "input_length": PROMPT_TOKENS,
                                          "output_length": chunks, "hash_ids": [number]}) + "\n"
                              for number in range(count)))
-    start = (sys.executable, "-m", "hostcache", "bench", "mock", "--ttft-s", str(TTFT_S), "--itl-s", "0",
+    start = (sys.executable, "-m", "hostcache", "bench", "mock", "--ttft-s", str(TTFT_S), "--itl-s", str(ITL_S),
              "--slots", str(count), "--port", "{port}")
     spec = CellSpec(cell="client", arm="as-is", workload=ReplayParameters(trace=str(trace)))
     records = list(whole_records(run_cell(spec, Target(arm="as-is", start=start), folder, clock=clock,
