@@ -16,7 +16,7 @@ from hostcache.report.bench_page import bench_html
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
-NAMES = ("summary", "arms", "published", "latency", "restores", "counters", "verdicts", "environment")
+NAMES = ("summary", "figures", "arms", "published", "latency", "restores", "counters", "verdicts", "environment")
 SHOWN = "[...document.querySelectorAll('[role=tabpanel]')].filter(each => each.offsetHeight).map(each => each.id)"
 RIGHT, LEFT, HOME, END = ("ArrowRight", 39), ("ArrowLeft", 37), ("Home", 36), ("End", 35)
 
@@ -51,7 +51,7 @@ def test_each_tab_shows_its_section_alone_and_every_chart_in_it_has_visible_mark
 def test_the_keyboard_moves_through_the_tabs(page: tuple[Browser, Path]) -> None:
     opened, _ = page
     opened.click("#tab-summary")
-    for key, name in ((RIGHT, "arms"), (RIGHT, "published"), (LEFT, "arms"), (HOME, "summary"), (LEFT, "environment"),
+    for key, name in ((RIGHT, "figures"), (RIGHT, "arms"), (LEFT, "figures"), (HOME, "summary"), (LEFT, "environment"),
                       (RIGHT, "summary"), (END, "environment")):
         opened.press(*key)
         assert opened.value("document.activeElement.id") == f"tab-{name}"

@@ -11,10 +11,13 @@ from tests.report.pages_read import read
 
 from hostcache.report.bench_page import MARKS_MOST, bench_html, bench_markdown, bench_text, summary_line
 from hostcache.report.bench_tables import (
+    answers_table,
     comparison_table,
     counters_tables,
+    loads_table,
     readings_table,
     refusals_table,
+    rungs_table,
     verdicts_table,
 )
 
@@ -38,8 +41,8 @@ def test_the_page_is_well_formed_and_names_no_address(page: str) -> None:
 def test_every_section_has_a_tab_that_controls_it() -> None:
     tabs = re.findall(r'role="tab" id="tab-(\w+)" aria-controls="panel-(\w+)"', PAGE)
     panels = re.findall(r'role="tabpanel" id="panel-(\w+)" aria-labelledby="tab-(\w+)"', PAGE)
-    assert [name for name, _ in tabs] == ["summary", "arms", "published", "latency", "restores", "counters", "verdicts",
-                                          "environment"]
+    assert [name for name, _ in tabs] == ["summary", "figures", "arms", "published", "latency", "restores", "counters",
+                                          "verdicts", "environment"]
     assert tabs == panels
 
 
@@ -152,6 +155,37 @@ def test_the_terminal_lists_goals_and_what_was_missed_and_counts_the_rest() -> N
     assert len(table.rows) == len(document["verdicts"]) - len(passed) > 0
     assert f"Not listed: {len(passed)} bars" in table.note
     assert f"Not listed: {len(passed)} bars" in bench_text(document)
+
+
+def test_each_run_is_told_by_itself_so_that_one_server_alone_can_be_measured() -> None:
+    document = whole()
+    cell, *_ = (each for each in document["cells"] if each["cell"] == "b5-agents")
+    alone = {**document, "cells": [cell], "comparison": {**document["comparison"], "rows": []}, "verdicts": []}
+    table = loads_table(alone)
+    assert table is not None
+    assert [row[0] for row in table.rows] == [f"b5-agents {cell['arm']} {cell['attempt']} {point['part']}"
+                                              for point in cell["points"]]
+    for said in (bench_text(alone), bench_markdown(alone), bench_html(alone)):
+        assert "Loads: each run by itself" in said
+        assert "ITL p50 / p99" in said
+
+
+def test_rungs_and_answers_are_told_run_by_run() -> None:
+    rungs, answers = rungs_table(whole()), answers_table(whole())
+    assert rungs is not None
+    assert answers is not None
+    kinds = {each["workload"]: each for each in whole()["cells"]}
+    assert len([row for row in rungs.rows if row[0].startswith(kinds["ladder"]["cell"])]) >= len(
+        kinds["ladder"]["ladder"])
+    assert {row[-2] for row in answers.rows} <= {"identical", "different", "unproven"}
+
+
+def test_readings_of_refusals_are_printed_where_there_was_one() -> None:
+    every, some = readings_table(whole()), readings_table(whole(), brief=True)
+    assert every is not None
+    assert some is not None
+    assert set(some.rows) < set(every.rows)
+    assert all(row[1] != "0" or row[5] != "0" for row in some.rows)
 
 
 def test_without_published_figures_nothing_is_set_beside_anything() -> None:

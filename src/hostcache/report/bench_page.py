@@ -14,14 +14,17 @@ from typing import Any
 from hostcache.report.bench_tables import (
     Document,
     allowed,
+    answers_table,
     cells_table,
     comparison_table,
     counters_tables,
     environment_tables,
     formulas_table,
     label,
+    loads_table,
     readings_table,
     refusals_table,
+    rungs_table,
     seconds,
     times,
     unprimed_table,
@@ -56,7 +59,8 @@ _SLOWEST = 40
 def bench_text(document: Document, published: Document | None = None) -> str:
     """What the command prints: no table of sentences. The summary is its last line."""
     beside_it = published_tables(document, published)[1:] if published else []
-    tables = as_text([cells_table(document), *_compared(document), *beside_it,
+    compared = _some(comparison_table(document), readings_table(document, brief=True), unprimed_table(document))
+    tables = as_text([cells_table(document), *_alone(document), *compared, *beside_it,
                       *_some(verdicts_table(document, brief=True))])
     refused = refusals_table(document)
     lines = [f"{row[0]}: {row[3]}" for row in refused.rows] if refused else []
@@ -68,7 +72,8 @@ def bench_markdown(document: Document, published: Document | None = None) -> str
     parts = [f"# {_TITLE}\n\n{summary_line(document)}\n"]
     for heading, tables in (
             ("What ran", _some(cells_table(document), refusals_table(document))),
-            ("Arms beside each other", _compared(document)), ("Beside the published benchmark", beside_it),
+            ("Each run by itself", _alone(document)), ("Arms beside each other", _compared(document)),
+            ("Beside the published benchmark", beside_it),
             ("Verdicts", _judged(document)), ("Counters", counters_tables(document)),
             ("Environment", [*environment_tables(document), formulas_table(document)])):
         if tables:
@@ -85,6 +90,7 @@ def bench_html(document: Document, published: Document | None = None) -> str:
         ("summary", "Summary", [
             f'<p class="lead">{escape(summary_line(document))}</p>', _headline(document, look, published),
             *_refused_list(document), as_html(cells_table(document)), *_wordy(_some(refusals_table(document)))]),
+        ("figures", "Figures", [as_html(table) for table in _alone(document)]),
         ("arms", "Arms", [*_side_by_side([*_ramp_charts(look, published), *_source_charts(look)]),
                           *map(as_html, _compared(document))]),
         ("published", "Published", [
@@ -134,6 +140,10 @@ def summary_line(document: Document) -> str:
     return (f"{len(cells)} runs of {len({cell['cell'] for cell in cells})} cells, {void} void, "
             f"{len(document['comparison']['refused'])} refused for comparison; bars: {judged}; a benefit is claimed at "
             f"{claimed} of {sum(bool(row['population']) for row in document['comparison']['rows'])} compared points.")
+
+
+def _alone(document: Document) -> list[Table]:
+    return _some(loads_table(document), rungs_table(document), answers_table(document))
 
 
 def _compared(document: Document) -> list[Table]:

@@ -78,6 +78,61 @@ def cells_table(document: Document) -> Table:
         note="Counts: yes, alone (its figures stand, but in no comparison), VOID (no figure counts).")
 
 
+def loads_table(document: Document) -> Table | None:
+    """Every point of every run by itself, for who measures one server."""
+    rows = []
+    for cell in document["cells"]:
+        for point in cell["points"]:
+            found = _group(cell, point["segment"], point["part"], point["population"] or "")
+            if found is None:
+                continue
+            due, hits, decode = found["from_due"], found["tokens"], found["aggregate_decode_tok_s"]
+            rows.append((
+                f"{label(cell)} {point['part']}".strip(), seconds(found["window_s"]), number(found["served"]),
+                number(found["errors"] + found["refused"]), number(found["retries"]),
+                rate(per_minute(found["served_per_s"])),
+                *(seconds(due["ttft_s"][each]) for each in ("p50", "p95", "p99")),
+                *(seconds(due["e2e_s"][each]) for each in ("p50", "p95")), seconds(found["tpot_s"]["p50"]),
+                two(seconds(found["itl_s"]["p50"]), seconds(found["itl_s"]["p99"])),
+                rate(found["decode_tok_s"]["p50"]), rate(decode),
+                share(hits["hit_share"]), two(share(hits["device_share"]), share(hits["host_share"])),
+                number(point["values"].get("goodput_per_s"), 2)))
+    return Table(
+        title="Loads: each run by itself", rows=tuple(rows),
+        columns=("cell, arm, attempt, point", "window", "served", "errors", "retries", "a minute", "TTFT p50", "p95",
+                 "p99", "E2E p50", "p95", "TPOT p50", "ITL p50 / p99", "decode tok/s", "together", "hit share",
+                 "device / host", "goodput/s"),
+        note="Times from when a request was due. Decode: p50 over replies, and all streams together. Hit share: of "
+             "prompt tokens, by the usage of each request.") if rows else None
+
+
+def rungs_table(document: Document) -> Table | None:
+    """Ladders, each run by itself."""
+    rows = [(f"{label(cell)} {rung['part']}", number(rung["prompt_tokens"]), seconds(rung["cold_ttft_s"]),
+             rate(rung["prefill_tok_s"]), seconds(rung["reuse_ttft_s"]), seconds(rung["after_evict_ttft_s"]),
+             share(rung["after_evict_hit_share"]), number(rung["streams"]), rate(rung["decode_tok_s_p50"]),
+             rate(rung["aggregate_decode_tok_s"]))
+            for cell in document["cells"] for rung in cell["ladder"] or ()]
+    return Table(title="Ladders: each run by itself", rows=tuple(rows), columns=(
+        "cell, arm, attempt, rung", "prompt tokens", "TTFT cold", "prefill tok/s", "TTFT again", "TTFT after eviction",
+        "hits then", "streams", "decode tok/s", "together")) if rows else None
+
+
+def answers_table(document: Document) -> Table | None:
+    """Equivalence, conversation by conversation."""
+    rows = []
+    for cell in document["cells"]:
+        for row in (cell["equivalence"] or {}).get("rows", ()):
+            same = ("–" if each["same"] is None else "yes" if each["same"] else f"no, from token {each['at']}"
+                    for each in (row["cold_vs_cold"], row["device_vs_cold"], row["restored_vs_cold"]))
+            rows.append((f"{label(cell)} {row['session']}", number(row["prompt_tokens"]), *same,
+                         two(number(row["device_tokens"]), number(row["host_tokens"])), seconds(row["cold_ttft_s"]),
+                         seconds(row["restored_ttft_s"]), row["verdict"], row["why"] or MISSING))
+    return Table(title="Answers: are they the same", rows=tuple(rows), columns=(
+        "cell, arm, attempt, conversation", "prompt tokens", "cold = cold", "device = cold", "restored = cold",
+        "restored from device / host", "TTFT cold", "restored", "verdict", "why")) if rows else None
+
+
 def refusals_table(document: Document) -> Table | None:
     rows = [(label(cell), reason["code"], reason["refuses"], reason["text"])
             for cell in document["cells"] for reason in cell["reasons"]]
@@ -141,13 +196,13 @@ def _tier_hits(values: Document, arm: str) -> str:
     return share(counted) + " (counters)" if told is None and counted is not None else share(told)
 
 
-def readings_table(document: Document) -> Table | None:
-    """Refusals as retries, and as errors."""
+def readings_table(document: Document, *, brief: bool = False) -> Table | None:
+    """Refusals as retries, and as errors. `brief`: where there was one."""
     rows = []
     for cell in document["cells"]:
         for point in cell["points"]:
             found = _group(cell, point["segment"], point["part"], point["population"])
-            if found is None:
+            if found is None or (brief and not (found["retries"] or found["refused"])):
                 continue
             retried, wrong = (found["readings"][name] for name in ("as_retries", "as_errors"))
             rows.append((f"{label(cell)} {point['part']}".strip(), number(found["retries"]),
