@@ -63,7 +63,7 @@ async def started(command: Sequence[str], *, log: Path, clock: Clock, api_key: s
             await _wait_until_serving(process, client, log, clock, timeout_s)
             yield Started(command=command, url=url, process=process, client=client)
     finally:
-        await _stop(process)
+        await stop(process)
 
 
 async def _wait_until_serving(process: subprocess.Popen[bytes], client: OpenAIClient, log: Path, clock: Clock,
@@ -78,19 +78,20 @@ async def _wait_until_serving(process: subprocess.Popen[bytes], client: OpenAICl
         await clock.sleep_until(clock.now() + 0.1)
 
 
-async def _stop(process: subprocess.Popen[bytes]) -> None:
+async def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that leads a session of its own, in order, and then whatever of that session outlived it: an
+    engine's worker would disturb the next arm."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     # In a thread, so that other servers' streams go on; shielded, because a second cancellation must not leak it.
     try:
         await asyncio.shield(asyncio.to_thread(process.wait, STOP_TIMEOUT_S))
     except subprocess.TimeoutExpired:
-        process.kill()
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    except asyncio.CancelledError:
-        process.kill()
-        process.wait()
-        raise
 
 
 def free_port() -> int:

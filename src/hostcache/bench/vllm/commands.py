@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
-import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from hostcache.bench.progress import Progress
 from hostcache.bench.vllm import calm, fleet, ttft
 from hostcache.bench.vllm.rig import Bar, Rig, model_directory, model_facts
 from hostcache.bench.vllm.servers import NATIVE, OFF, ON, Launcher, others
+from hostcache.client.process import terminate_like_interrupt
 from hostcache.clock import Clock, WallClock, unix_time
 from hostcache.errors import BARS_MISSED, ConfigError, HostCacheError, MissingDependency
 from hostcache.folders import new_folder
@@ -198,36 +197,9 @@ def chosen(text: str, known: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 async def _guarded(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """SIGTERM stops a run as Ctrl-C does: the server ends, the results of earlier stages stay."""
-    stopped: list[bool] = []
-    task = asyncio.current_task()
-
-    def stop() -> None:
-        stopped.append(True)
-        if task is not None:
-            task.cancel()
-
-    with _on_terminate(stop):
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if stopped:
-                raise KeyboardInterrupt from None
-            raise
-
-
-@contextlib.contextmanager
-def _on_terminate(stop: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGTERM, stop)
-    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or no such signals here
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+    """The results of earlier stages stay when it is ended."""
+    with terminate_like_interrupt():
+        return await work
 
 
 def _first(error: HostCacheError | ExceptionGroup[Exception]) -> HostCacheError:

@@ -5,12 +5,9 @@ Every arm gets the same flags and the same environment; only the connector diffe
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -25,12 +22,12 @@ import httpx
 
 from hostcache.bench.vllm.metrics import Scrape, parse
 from hostcache.client.openai import Failure, OpenAIClient
+from hostcache.client.process import stop
 from hostcache.clock import Clock
 from hostcache.errors import ConfigError, ServerError
 
 BLOCK_TOKENS = 32
 START_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 60.0
 SHOWS_TIMEOUT_S = 10.0
 NAME = "bench"
 WARM_TOKENS = 3 * BLOCK_TOKENS
@@ -159,7 +156,7 @@ class Launcher:
                 await self._prove(server, log)
                 yield server
         finally:
-            await _stop(process)
+            await stop(process)
 
     async def _wait_until_serving(self, process: subprocess.Popen[bytes], client: OpenAIClient, log: Path) -> None:
         deadline_s = self.clock.now() + START_TIMEOUT_S
@@ -229,19 +226,6 @@ def others(texts: list[str], environments: list[str]) -> tuple[Arm, ...]:
     return tuple(Arm(name=name, kind="other", transfer=transfer, environment=variables[name])
                  for name, transfer in given.items())
 
-
-async def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.shield(asyncio.to_thread(process.wait, STOP_TIMEOUT_S))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        # The session made for it: an engine or worker that outlived its server would disturb the next arm.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _free_port() -> int:
