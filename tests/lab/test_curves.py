@@ -98,6 +98,25 @@ def test_looked_up_together_they_are_found_as_the_stack_stood(drawn: tuple[NDArr
         assert found.tolist() == by_hand(ids, starts, touch)
 
 
+@pytest.mark.parametrize("touch", ["sequential", "batched", "tail-first"])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_prompts_that_come_back_are_found_alike_by_slots_and_otherwise(touch: Touch, seed: int) -> None:
+    """Runs of neighbours over many words of the line of slots, which is packed several times."""
+    rng = np.random.default_rng(seed)
+    prompts: list[NDArray[np.int32]] = []
+    while sum(map(len, prompts)) < 20_000:
+        first, length = rng.integers(0, 1_000), rng.integers(1, 300)
+        prompts.append((np.arange(first, first + length) % 1_000).astype(np.int32))
+        if rng.random() < 0.5:
+            prompts.append(prompts[rng.integers(len(prompts))][: rng.integers(1, 300)])
+    ids = np.concatenate(prompts)
+    starts = np.cumsum([0, *map(len, prompts)])
+    by_slots, otherwise = (stack_distances(ids, 1_000, starts=starts, touch=touch, loops=loops)
+                           for loops in (True, False))
+    assert by_slots.max() > 128
+    assert (by_slots == otherwise).all()
+
+
 def test_optimal_replacement_with_bypass_beats_demand_fetching_where_a_newcomer_is_worth_less() -> None:
     ids = np.array([0, 1, 0, 2, 0, 1], dtype=np.int32)
     assert optimal_hits(ids, 1, bypass=True) == 2

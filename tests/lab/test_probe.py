@@ -45,6 +45,7 @@ from hostcache.lab.replay import Scraper
 from hostcache.lab.replayed import ProbeVoid
 from hostcache.lab.running import Means, run_probe
 from hostcache.lab.sealing import SealBroken, check_probe, check_trace, read_seal, seal, sealed_of, slice_of, write_seal
+from hostcache.lab.serving import command_of, named
 from hostcache.lab.verifying import verify
 from hostcache.testing.mock_server import Fault, MockServer
 from hostcache.workload.bridge import Bridge, Tokens
@@ -169,6 +170,25 @@ def test_each_fault_of_the_retracted_probe_is_caught_by_name_before_a_certificat
 
 
 # Other voids, and attempts ------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_that_is_killed_has_said_so_before(tmp_path: Path) -> None:
+    """Nothing can be written by a process that is killed: its attempt says it from the first moment."""
+    trace = write_trace(tmp_path / "trace.jsonl")
+    found: list[dict[str, Any]] = []
+
+    def look(prompts: Prompts) -> Prompts:
+        found.append(json.loads((tmp_path / "out" / "attempt-001" / "attempt.json").read_text()))
+        return prompts
+
+    async def run(urls: dict[str, str]) -> None:
+        probe = probe_of(written(urls), where="test")
+        await run_probe(probe, sealed_for(probe, trace), trace, tmp_path / "out",
+                        Means(clock=WallClock(), unix_now=lambda: 1.5, prompts=look))
+
+    on_mocks({"device": QUICK}, run)
+    assert (found[0]["outcome"], found[0]["fault"], found[0]["began_unix_s"]) == ("failed", "killed", 1.5)
+    assert json.loads((tmp_path / "out" / "attempt-001" / "attempt.json").read_text())["outcome"] == "completed"
 
 
 def test_failed_attempts_stay_and_stand_in_the_certificate_with_their_reason(tmp_path: Path) -> None:
@@ -411,6 +431,7 @@ def test_servers_are_started_and_stopped_by_the_probe(tmp_path: Path) -> None:
     (run,) = read_certificate(path)["parts"]["arms"]
     assert run["command"][0] == "env"
     assert run["command"][-1] == "a-model"
+    assert named(command_of(("hostcache", "serve"), {"A": "1"}, model=None)) == ("env", "A=1", "hostcache", "serve")
     broken = replace(probe, arms=(replace(probe.arms[0], start=(sys.executable, "-c", "exit('no luck')", "{port}")),))
     with pytest.raises(ServerError, match="ended with 1 before it served: no luck"):
         asyncio.run(run_probe(broken, sealed_for(broken, trace), trace, tmp_path / "two", Means(clock=WallClock())))

@@ -7,8 +7,10 @@ most C. A first reference has none.
 With numba: each id's latest touch is one bit on a line of slots, in order of time; the distance is the number of bits
 from there on. The bits of 64 slots are one word, a Fenwick tree over the words sums the rest, so that the tree of a
 million ids fits a level-two cache; the word that is being filled joins it when it is full. The line is packed when it
-is full. Without numba: the same numbers by counting, for
-each reference, the earlier ones whose previous touch lies before its own, bit by bit over the whole array at once.
+is full. A prompt that comes back asks for blocks that lie side by side on the line: the sum before the word asked last
+is kept, and what leaves one word is taken out of the tree at once when another word's turn comes. Without numba: the
+same numbers by counting, for each reference, the earlier ones whose previous touch lies before its own, bit by bit over
+the whole array at once.
 """
 
 from __future__ import annotations
@@ -86,22 +88,32 @@ def _by_slots(ids: Ids, distinct: int, starts: Starts, tail_first: bool) -> Dist
     top = 0
     marked = 0
     filling = 0  # the one word that is not in the tree, being touched all the time
+    asked = -1  # the word looked up last, and the marks in the words before it
+    before = 0
+    left = 0  # a word that marks were taken from, and how many of them the tree still counts
+    gone = 0
     for request in range(len(starts) - 1):
         first, end = starts[request], starts[request + 1]
         if top + (end - first) > slots:
             top = _pack(bits, tree, owner, place)
             filling = top >> 6
+            asked, before, left, gone = -1, 0, 0, 0
         for at in range(first, end):
             slot = place[ids[at]]
             if slot >= 0:
                 word = slot >> 6
-                # Marks in the words before this one, then in this word up to the slot itself.
-                below = _ones(bits[word] & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(63 - (slot & 63))))
-                node = word
-                while node > 0:
-                    below += tree[node]
-                    node &= node - 1
-                found[at] = marked - below + 1
+                if word != asked:
+                    if word == asked + 1:
+                        before += _ones(bits[asked]) if asked >= 0 else 0
+                    else:
+                        before = -gone if left < word else 0
+                        node = word
+                        while node > 0:
+                            before += tree[node]
+                            node &= node - 1
+                    asked = word
+                up_to = _ones(bits[word] & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(63 - (slot & 63))))
+                found[at] = marked - before - up_to + 1
         for step in range(end - first):
             at = end - 1 - step if tail_first else first + step
             each = ids[at]
@@ -117,11 +129,16 @@ def _by_slots(ids: Ids, distinct: int, starts: Starts, tail_first: bool) -> Dist
             if slot >= 0:
                 was = slot >> 6
                 bits[was] &= ~(one << np.uint64(slot & 63))
+                if was < asked:
+                    before -= 1
                 if was != filling:
-                    node = was + 1
-                    while node <= words:
-                        tree[node] -= 1
-                        node += node & -node
+                    if was != left:
+                        node = left + 1
+                        while gone and node <= words:
+                            tree[node] -= gone
+                            node += node & -node
+                        left, gone = was, 0
+                    gone += 1
             else:
                 marked += 1
             bits[now] |= one << np.uint64(top & 63)

@@ -26,11 +26,15 @@ from hostcache.lab.replay import WORKER, Load, Replay, Scraper, due_times, plann
 from hostcache.lab.replay_worker import Manner
 from hostcache.lab.replayed import ProbeVoid
 from hostcache.lab.sealing import Sealed, check_probe, check_trace, prompts_of, slice_of
-from hostcache.lab.serving import Serving, confirm, serving
+from hostcache.lab.serving import Serving, confirm, named, serving
 from hostcache.workload.bridge import BridgeRefused, GateReport, Tokenize
 from hostcache.workload.traces import open_trace
 
 CERTIFICATE = "certificate.json"
+ATTEMPT = "attempt.json"
+
+_KILLED = ("failed", "killed", "it was ended before it could say why")
+"""What stands of an attempt until it says otherwise; its time and cost are those of its finished runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +76,30 @@ async def run_probe(probe: Probe, sealed: Sealed, trace: Path, out: Path, means:
     began_s, began_unix_s = means.clock.now(), means.unix_now()
     runs: list[dict[str, Any]] = []
 
-    def attempt(outcome: str, fault: str | None, reason: str | None) -> dict[str, Any]:
+    def note(outcome: str, fault: str | None, reason: str | None) -> dict[str, Any]:
         wall_s = means.clock.now() - began_s
-        return {"number": number, "seal": sealed.sha256, "began_unix_s": round(began_unix_s, 3),
+        attempt = {"number": number, "seal": sealed.sha256, "began_unix_s": round(began_unix_s, 3),
                 "wall_s": round(wall_s, 3), "outcome": outcome, "fault": fault, "reason": reason, "runs": len(runs),
                 "cost": round(sealed.probe.cost_per_hour * wall_s / 3600, 6), "currency": sealed.probe.currency}
+        _write(folder / ATTEMPT, attempt)
+        return attempt
 
+    def ran(run: dict[str, Any]) -> None:
+        runs.append(run)
+        _write(folder / f"run-{len(runs):03d}.json", run)
+        note(*_KILLED)
+
+    note(*_KILLED)
     try:
         async with asyncio.timeout(60 * sealed.probe.budget_minutes):
-            await _attempt(sealed, trace, folder, number, means, runs)
+            await _attempt(sealed, trace, folder, number, means, ran)
         judged = judge(sealed, trace, runs, progress=means.progress)
     except BaseException as error:
-        _write(folder / "attempt.json", attempt("failed", _fault(error), _reason(error, sealed.probe)))
+        note("failed", _fault(error), _reason(error, sealed.probe))
         if isinstance(error, TimeoutError):
             raise ProbeVoid("over_budget", _reason(error, sealed.probe)) from error
         raise
-    this = attempt("completed", None, None)
-    _write(folder / "attempt.json", this)
+    this = note("completed", None, None)
     path = out / CERTIFICATE
     write_certificate(path, parts_of(sealed, [*earlier, this], runs, judged))
     return path, judged
@@ -110,7 +121,7 @@ def parts_of(sealed: Sealed, attempts: Sequence[Mapping[str, Any]], runs: Sequen
 
 
 async def _attempt(sealed: Sealed, trace: Path, folder: Path, number: int, means: Means,
-                   runs: list[dict[str, Any]]) -> None:
+                   ran: Callable[[dict[str, Any]], None]) -> None:
     probe = sealed.probe
     turns = _turns(sealed, trace, number, means)
     reports = [_gated(turn, probe) for turn in turns]
@@ -128,8 +139,7 @@ async def _attempt(sealed: Sealed, trace: Path, folder: Path, number: int, means
                 report = reports[at + place]
                 if probe.send == "text":
                     report = await _gated_as_text(turn, probe, server)
-                runs.append(await _run(turn, probe, server, report, confirmed, number, folder, means))
-                _write(folder / f"run-{len(runs):03d}.json", runs[-1])
+                ran(await _run(turn, probe, server, report, confirmed, number, folder, means))
         at += len(same)
 
 
@@ -186,7 +196,7 @@ async def _run(turn: _Turn, probe: Probe, server: Serving, report: GateReport, c
     reading = _check(turn, outcome)
     return {"arm": arm.name, "pair": turn.pair, "point": turn.point, "attempt": number,
             "described": json.loads(json.dumps(dict(server.described))), "confirmed": list(confirmed),
-            "command": list(server.command), "gate": asdict(report), "control": reading, **outcome.as_json()}
+            "command": list(named(server.command)), "gate": asdict(report), "control": reading, **outcome.as_json()}
 
 
 def _check(turn: _Turn, outcome: Replay) -> str | None:
@@ -208,13 +218,14 @@ def _earlier(out: Path, sealed: Sealed) -> list[dict[str, Any]]:
                           "seal it anew, or give another --out")
     found: list[dict[str, Any]] = []
     while (folder := out / f"attempt-{len(found) + 1:03d}").is_dir():
-        path = folder / "attempt.json"
+        path = folder / ATTEMPT
         try:
             attempt = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            outcome, fault, reason = _KILLED
             attempt = {"number": len(found) + 1, "seal": sealed.sha256, "began_unix_s": None, "wall_s": 0.0,
-                       "outcome": "failed", "fault": "killed", "reason": "it was ended before it could say why",
-                       "runs": 0, "cost": 0.0, "currency": sealed.probe.currency}
+                       "outcome": outcome, "fault": fault, "reason": reason, "runs": 0, "cost": 0.0,
+                       "currency": sealed.probe.currency}
         if attempt.get("seal") != sealed.sha256:
             raise ConfigError(f"{folder} is an attempt at another seal ({str(attempt.get('seal'))[:16]}…); give "
                               "another --out")

@@ -69,6 +69,16 @@ def command_of(start: Sequence[str], env: Mapping[str, str], *, model: str | Non
     return (*(("env", *(f"{name}={value}" for name, value in sorted(env.items()))) if env else ()), *words)
 
 
+def named(command: Sequence[str]) -> tuple[str, ...]:
+    """The command for a record that others read: `hostcache` by its name again, not by where this Python lies."""
+    words = tuple(command)
+    own = (sys.executable, "-m")
+    for at in range(len(words) - 1):
+        if words[at : at + 2] == own:
+            return (*words[:at], *words[at + 2 :])
+    return words
+
+
 def confirm(arm: str, described: Mapping[str, Any], *, tier: str | None, block_tokens: int,
             capacity_tokens: int | None) -> tuple[str, ...]:
     """What was held against the server's own report. Raises ProbeVoid where that contradicts the arm.
