@@ -35,6 +35,14 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, err.strip()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_line_and_no_traceback() -> None:
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "hostcache", "config", "show"], stdout=full,
+                               stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "hostcache: error: No space left on device\n")
+
+
 @pytest.mark.parametrize(("argv", "code", "words"), [
     ([], 2, ["COMMAND", "--help"]),
     (["srve"], 2, ["srve", "serve"]),

@@ -129,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read us has gone (`| head`): the interpreter must not complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as refused:  # a full disk, a file that may not be written: the system's word, with the file's name
+        where = f"{refused.filename}: " if refused.filename else ""
+        print(f"hostcache: error: {where}{refused.strerror or refused}", file=sys.stderr)
+        return HostCacheError.exit_code
     except SystemExit as done:  # --help and --version
         return done.code if isinstance(done.code, int) else 0
 

@@ -8,7 +8,18 @@ from hostcache.errors import ConfigError
 
 
 def new_folder(asked: Path | None, root: str) -> Path:
-    """Make and return `asked`, or the next free `root`/NNN. Raises ConfigError when `asked` holds something already."""
+    """Make and return `asked`, or the next free `root`/NNN.
+
+    Raises ConfigError when `asked` holds something already, or a folder cannot be made there.
+    """
+    try:
+        return _made(asked, root)
+    except OSError as why:
+        raise ConfigError(f"no folder can be made at {asked or root}: {why.strerror}; give another one with --out"
+                          ) from None
+
+
+def _made(asked: Path | None, root: str) -> Path:
     if asked is not None:
         if asked.is_dir() and not any(asked.iterdir()):
             return asked
