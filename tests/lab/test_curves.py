@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hostcache.errors import ConfigError
 from hostcache.lab import opt
 from hostcache.lab.lru import Touch, lru_hits, stack_distances
 from hostcache.lab.opt import optimal_depths, optimal_hits
 from hostcache.lab.oracle import (
     cold_miss_floor,
+    in_engine_blocks,
     lru_curve,
     maximum,
     opt_curve,
@@ -140,6 +142,21 @@ def test_the_conversation_trace_has_its_published_figures() -> None:
     tail_first = lru_curve(stream, "tail-first")
     assert round(lru.hits(5000) / 288500, 5) == 0.11036
     assert round(tail_first.hits(5000) / 288500, 5) == 0.11182
+    assert [round(lru.hits(each) / 288500, 4) for each in (1000, 10_000)] == [0.0445, 0.2112]
+    shares = (0.9, 0.99, 1.0)
+    assert [tail_first.least(share) for share in shares] == [31_435, 85_219, 158_281]
+    assert [best.least(share) for share in shares] == [4_358, 7_081, 8_138]
+
+
+@needs_trace
+def test_looked_up_by_position_or_by_prefix_is_one_thing_only_when_touched_tail_first() -> None:
+    stream = stream_of(open_trace(CONVERSATION))
+    for touch, anywhere, prefix in (("batched", 0.04475, 0.04447), ("tail-first", 0.04477, 0.04477)):
+        depths = lru_curve(stream, touch).depths  # type: ignore[arg-type]
+        hit = (depths > 0) & (depths <= 1024)
+        gaps = np.concatenate(([0], np.cumsum(~hit)))
+        closed = hit & (gaps[:-1] == np.repeat(gaps[stream.starts[:-1]], np.diff(stream.starts)))
+        assert (round(hit.mean(), 5), round(closed.mean(), 5)) == (anywhere, prefix)
 
 
 @needs_trace
@@ -169,6 +186,20 @@ def test_smaller_engine_blocks_see_the_same_prefixes_and_the_last_token_is_never
 
 
 @needs_trace
+def test_the_oracle_counts_as_an_engine_does_with_the_first_600_and_the_first_300_requests() -> None:
+    stream = stream_of(open_trace(CONVERSATION), limit=600)
+    found = in_engine_blocks(stream, 16, {}, "sequential")
+    assert (found["references"], found["references"] - found["distinct"]) == (518_066, 88_946)
+    assert found["max_hit_tokens"] == 88_946 * 16
+    stream = stream_of(open_trace(CONVERSATION), limit=300, block_tokens=16)
+    found = in_engine_blocks(stream, 16, {"device pool": 8192}, "sequential")
+    assert (found["max_hit_tokens"], found["lru"][0]["hit_tokens"]) == (10_800, 4_784)
+    assert (round(found["max_hit_rate"], 6), round(found["lru"][0]["hit_rate"], 6)) == (0.079505, 0.035218)
+    with pytest.raises(ConfigError, match="no prompt of the trace has a whole block of 1048576 tokens"):
+        in_engine_blocks(stream, 2**20, {}, "sequential")
+
+
+@needs_trace
 def test_the_oracle_names_its_three_rates_and_its_digest_knows_no_file() -> None:
     whole = oracle(stream_of(open_trace(CONVERSATION), limit=300, block_tokens=16), pool_tokens=8192, host_tokens=8192)
     assert whole["prompt_tokens"] == 135_840
@@ -176,4 +207,5 @@ def test_the_oracle_names_its_three_rates_and_its_digest_knows_no_file() -> None
     assert whole["at"][0]["hit_rate"]["lru"].keys() == {"blocks", "tokens", "requests"}
     assert round(whole["at"][0]["hit_rate"]["lru"]["blocks"], 4) == 0.0352
     assert [each["policy"] for each in whole["two_tiers"]] == ["inclusive lru", "exclusive lru"]
+    assert whole["engine_blocks"] is None
     assert whole["digest"].split()[0] == stream_of(open_trace(CONVERSATION), limit=300).digest

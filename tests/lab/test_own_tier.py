@@ -6,8 +6,11 @@ import argparse
 import gzip
 import io
 import json
+import re
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,64 @@ def test_without_a_host_or_with_the_flag_no_tier_is_driven(tmp_path: Path, flags
     assert "own tier" not in err
 
 
-def test_pages_of_a_tier_that_is_not_driven_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--page-tokens is 16, but no tier is driven"):
-        oracle(tmp_path, "--pool-tokens", "4096", "--page-tokens", "16")
+def test_an_engine_s_blocks_are_counted_with_and_without_a_tier(tmp_path: Path) -> None:
+    document, _ = oracle(tmp_path, "--pool-tokens", str(13 * 512), "--page-tokens", "256")
+    # Twelve prompts of six such blocks, four of them different; the last block of each is never a hit.
+    assert document["own_tier"] is None
+    assert document["engine_blocks"] == {
+        "block_tokens": 256, "references": 72, "distinct": 24, "max_hit_tokens": 40 * 256,
+        "max_hit_rate": 40 * 256 / (12 * 1536), "lru": [
+            {"name": "device pool", "capacity_blocks": 26, "hit_tokens": 40 * 256, "hit_rate": 40 * 256 / 18432}]}
+    assert re.search(r"LRU, device pool +26 +10,240 +0\.555556", oracle_text(document))
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (("--block-tokens", "9" * 23), "--block-tokens is 9{23}; give 1 or more, at most 1048576"),
+    (("--pool-tokens", "512", "--host-tokens", "9" * 23), "--host-tokens is 9{23}; give 1 or more"),
+    (("--pool-tokens", "0"), "--pool-tokens is 0; give 1 or more"),
+    (("--requests", "-1"), "--requests is -1; give 1 or more"),
+    (("--host-tokens", "512"), "--host-tokens is given without --pool-tokens"),
+    (("--page-tokens", "7"), "engine blocks of 7 tokens and trace blocks of 512: neither is a multiple"),
+    (("--kv-bytes-per-token", "0"), "--kv-bytes-per-token is 0; a token of no bytes"),
+])
+def test_sizes_that_make_no_sense_are_refused_and_leave_no_folder(tmp_path: Path, flags: tuple[str, ...],
+                                                                  says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        oracle(tmp_path, *flags)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_taken_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    oracle(tmp_path)
+    with pytest.raises(ConfigError, match="runs never overwrite"):
+        oracle(tmp_path, "--page-tokens", "7")
+
+
+def test_a_host_that_no_memory_could_hold_is_the_infinite_cache(tmp_path: Path) -> None:
+    document, _ = oracle(tmp_path, "--pool-tokens", "512", "--host-tokens", str(10**15))
+    own = document["own_tier"]
+    assert own["device_hits"] + own["host_hits"] == own["bound_hits"] == 24
+    assert own["host_pages"] == 10**15 // 512
+
+
+@pytest.mark.parametrize(("pool", "host"), [(512, 512), (1024, 10**15), (10**15, 10**15), (12 * 512, 12 * 512)])
+def test_the_chart_is_readable_with_working_points_at_its_edges(tmp_path: Path, pool: int, host: int) -> None:
+    oracle(tmp_path, "--pool-tokens", str(pool), "--host-tokens", str(host), "--kv-bytes-per-token", "64")
+    page = (tmp_path / "out/oracle.html").read_text(encoding="utf-8")
+    found = re.search(r'<svg viewBox[^>]*class="chart lines">.*?</svg>', page, re.DOTALL)
+    assert found
+    svg = ET.fromstring(found[0])
+    left, top, wide, high = map(float, svg.attrib["viewBox"].split())
+    boxes = []
+    for text in svg.iter("text"):
+        width, x, y = 6.5 * len(text.text or ""), float(text.attrib["x"]), float(text.attrib["y"])
+        start = {"middle": x - width / 2, "end": x - width}.get(text.get("text-anchor", ""), x)
+        assert left - 1 <= start < start + width <= left + wide + 12, text.text
+        assert top < y - 10 < y <= top + high, text.text
+        if text.get("class") in {"value", "rule-text", "axis-name"} and y < 290:
+            boxes.append((start, y - 10, start + width, y, text.text))
+    for one, other in combinations(boxes, 2):
+        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1], (one, other)
+    # The lines are drawn where they rise, however far off a pool is.
+    assert all(len(line.attrib["points"].split()) > 2 for line in svg.iter("polyline")
+               if "dot" not in line.attrib["class"] and " " in line.attrib["points"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,24 @@ def test_the_story_ends_in_a_collapsed_bridge() -> None:
 def test_without_its_trace_the_story_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs Mooncake's conversation trace"):
         story(tmp_path / "absent.jsonl")
+    with pytest.raises(ConfigError, match=r"no --trace is given; the story needs Mooncake's conversation trace \(http"):
+        story(None)
+
+
+@needs_trace
+def test_the_story_is_told_of_its_own_requests_alone(tmp_path: Path) -> None:
+    with gzip.open(CONVERSATION, "rb") as file:
+        rows = file.readlines()[:700]
+    for part, wrong in ((rows, False), (rows[:600], False), (rows[:599], True), (rows[1:], True)):
+        path = tmp_path / "part.jsonl"
+        path.write_bytes(b"".join(part))
+        if wrong:
+            with pytest.raises(ConfigError, match="does not begin with the 600 requests of the story; it needs Moonca"):
+                story(path)
+        else:
+            assert story(path)["references"] == 16495
+    with pytest.raises(ConfigError, match="does not begin with the 600 requests"):
+        story(CONVERSATION.with_name("mooncake_synthetic_trace.jsonl.gz"))
 
 
 @needs_trace

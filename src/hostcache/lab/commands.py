@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each = commands.add_parser("story", help="the retracted probe, re-derived from the public trace in a second",
                                epilog=_STORY, description="Re-derives a published number that exceeded a theorem.",
                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    each.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake's conversation trace")
+    each.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's conversation trace; it is not shipped")
     each.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_trace_arguments(commands.add_parser("trace", help="read, cut, convert and check traces of five formats",
                                             description="Traces: what is in them, parts of them, other forms."))
@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each.add_argument("--host-tokens", type=int, metavar="N",
                       help="a host tier behind it to mark; hostcache's own tier is then driven over the trace")
     each.add_argument("--page-tokens", type=int, metavar="N",
-                      help="pages of that tier, counted as an engine does (default: one page is one block)")
+                      help="an engine's blocks: bound and LRU are given in these too, never a prompt's last token, and "
+                      "that tier has pages of them (default: one page is one block)")
     each.add_argument("--no-own-tier", action="store_true", help="leave that tier out, for a very long trace")
     each.add_argument("--kv-bytes-per-token", metavar="SIZE", help="to show capacities in bytes too")
     each.add_argument("--out", type=Path, metavar="DIR", help="new folder (default: the next hostcache-lab/NNN)")
@@ -99,23 +100,28 @@ def _story(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, 
 
 
 def _oracle(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages, argv: Sequence[str]) -> int:
-    for flag in ("requests", "block_tokens", "pool_tokens", "host_tokens", "page_tokens"):
-        if (value := getattr(args, flag)) is not None and value < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} is {value}; give 1 or more")
+    for flag, most in _MOST.items():
+        if (value := getattr(args, flag)) is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value}; give 1 or more, at most {most}")
     if args.host_tokens is not None and args.pool_tokens is None:
         raise ConfigError("--host-tokens is given without --pool-tokens; a host tier stands behind a device pool")
-    if args.page_tokens is not None and (args.host_tokens is None or args.no_own_tier):
-        raise ConfigError(f"--page-tokens is {args.page_tokens}, but no tier is driven; give --pool-tokens and "
-                          "--host-tokens, without --no-own-tier")
     token_bytes = None if args.kv_bytes_per_token is None else parse_size(args.kv_bytes_per_token,
                                                                           name="--kv-bytes-per-token")
+    if token_bytes == 0:
+        raise ConfigError(f"--kv-bytes-per-token is {args.kv_bytes_per_token}; a token of no bytes needs no cache; "
+                          "leave it out to show tokens alone")
     stream = stream_of(open_asked(args), limit=args.requests, block_tokens=args.block_tokens)
-    document = {
-        "version": 1, "trace": args.trace.name, "command": ["hostcache", *argv], "kv_bytes_per_token": token_bytes,
-        **oracle(stream, pool_tokens=args.pool_tokens, host_tokens=args.host_tokens, touch=args.touch,
-                 progress=lambda text: print(f"  {text}", file=err, flush=True)),
-        "own_tier": None if args.host_tokens is None or args.no_own_tier else _own_tier(stream, args, err).as_json()}
     folder = new_folder(args.out, "hostcache-lab")
+    try:
+        document = {
+            "version": 1, "trace": args.trace.name, "command": ["hostcache", *argv], "kv_bytes_per_token": token_bytes,
+            **oracle(stream, pool_tokens=args.pool_tokens, host_tokens=args.host_tokens, touch=args.touch,
+                     page_tokens=args.page_tokens, progress=lambda text: print(f"  {text}", file=err, flush=True)),
+            "own_tier": None if args.host_tokens is None or args.no_own_tier else
+            _own_tier(stream, args, err).as_json()}
+    except BaseException:
+        folder.rmdir()
+        raise
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     (folder / "oracle.json").write_text(text, encoding="utf-8")
     (folder / "oracle.html").write_text(pages.oracle_html(document), encoding="utf-8")
@@ -125,6 +131,8 @@ def _oracle(args: argparse.Namespace, *, out: TextIO, err: TextIO, pages: Pages,
 
 
 TELL_EVERY_S = 5.0
+_MOST = {"requests": 2**31, "block_tokens": 2**20, "pool_tokens": 10**15, "host_tokens": 10**15, "page_tokens": 2**20}
+"""What is taken for a slip of the hand above, and would no longer fit the numbers that are counted in."""
 
 
 def _own_tier(stream: Stream, args: argparse.Namespace, err: TextIO) -> OwnTier:

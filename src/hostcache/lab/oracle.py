@@ -12,7 +12,7 @@ computes each distinct block at least once, so at most references − distinct b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,6 +130,28 @@ def seen_by_engine(stream: Stream, engine_block_tokens: int) -> tuple[Stream, np
     return view, may_hit
 
 
+def in_engine_blocks(stream: Stream, engine_block_tokens: int, capacities_tokens: Mapping[str, int],
+                     touch: Touch) -> dict[str, Any]:
+    """Bound and LRU as an engine with such blocks counts, ready for JSON: hits in tokens, rates ÷ prompt tokens.
+
+    Raises ConfigError when neither size is a multiple of the other, or no prompt has a whole block.
+    """
+    seen, may_hit = seen_by_engine(stream, engine_block_tokens)
+    if not seen.references:
+        raise ConfigError(f"no prompt of the trace has a whole block of {engine_block_tokens} tokens; give fewer")
+    depths = lru_curve(seen, touch).depths
+
+    def of(name: str, blocks: int) -> dict[str, Any]:
+        hits = int(np.count_nonzero((depths > 0) & (depths <= blocks) & may_hit)) * engine_block_tokens
+        return {"name": name, "capacity_blocks": blocks, "hit_tokens": hits,
+                "hit_rate": hits / int(stream.input_tokens.sum())}
+
+    most = of("an infinite cache", seen.distinct)
+    return {"block_tokens": engine_block_tokens, "references": seen.references, "distinct": seen.distinct,
+            "max_hit_tokens": most["hit_tokens"], "max_hit_rate": most["hit_rate"],
+            "lru": [of(name, tokens // engine_block_tokens) for name, tokens in capacities_tokens.items()]}
+
+
 # Two tiers ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,8 +198,10 @@ def capacities(curve: Curve, distinct: int, points: int = 96) -> list[int]:
 
 
 def oracle(stream: Stream, *, pool_tokens: int | None = None, host_tokens: int | None = None,
-           touch: Touch = "sequential", progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Everything, ready for JSON. `pool_tokens`, `host_tokens`: a device pool and a host tier behind it to look at."""
+           page_tokens: int | None = None, touch: Touch = "sequential",
+           progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Everything, ready for JSON. `pool_tokens`, `host_tokens`: a device pool and a host tier behind it to look at.
+    `page_tokens`: an engine's blocks to count in too."""
     progress("LRU at every capacity")
     lru = lru_curve(stream, touch)
     progress("the optimum at every capacity")
@@ -186,6 +210,13 @@ def oracle(stream: Stream, *, pool_tokens: int | None = None, host_tokens: int |
     host = None if host_tokens is None else host_tokens // stream.block_tokens
     marked = {"device pool": pool, "device pool and host": None if pool is None or host is None else pool + host}
     at = {name: blocks for name, blocks in marked.items() if blocks is not None}
+    engine = None
+    if page_tokens is not None:
+        progress(f"LRU in blocks of {page_tokens} tokens")
+        sizes = {"device pool": pool_tokens, "device pool and host": None if pool_tokens is None or host_tokens is None
+                 else pool_tokens + host_tokens}
+        engine = in_engine_blocks(stream, page_tokens, {
+            name: tokens for name, tokens in sizes.items() if tokens is not None}, touch)
     points = sorted({*capacities(lru, stream.distinct), *at.values()})
     return {
         "digest": stream.digest, "requests": stream.requests, "references": stream.references,
@@ -200,4 +231,5 @@ def oracle(stream: Stream, *, pool_tokens: int | None = None, host_tokens: int |
                for name, blocks in at.items()],
         "two_tiers": [] if pool is None or host is None else [
             {**asdict(each), "hit_rate": each.hits / stream.references} for each in two_tiers(lru, pool, host)],
+        "engine_blocks": engine,
     }

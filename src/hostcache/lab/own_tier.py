@@ -85,7 +85,8 @@ def own_tier(stream: Stream, *, device_tokens: int, host_tokens: int, page_token
     seen, may_hit = _in_pages(stream, page_tokens)
     if not seen.references:
         raise ConfigError(f"no prompt of the trace has a whole page of {size} tokens; give smaller pages")
-    config = TierConfig(host_cache_bytes=host_tokens // size, page_bytes=1, page_tokens=size)
+    # A frame for each page that there is: more of them could never be taken.
+    config = TierConfig(host_cache_bytes=min(host_tokens // size, seen.distinct), page_bytes=1, page_tokens=size)
     rig = PageRig(config, device_tokens // size, history_entries=max(history_pages, 16 * config.frames))
     identity = Identity(model="trace", revision=stream.digest, dtype="none", layout="none", page_tokens=size)
     all_keys = block_keys(np.arange(seen.distinct, dtype=np.uint64), block_tokens=1, page_tokens=1)
@@ -107,7 +108,8 @@ def own_tier(stream: Stream, *, device_tokens: int, host_tokens: int, page_token
     bound = int(np.count_nonzero(may_hit & ~first))
     return OwnTier(
         requests=seen.requests, references=seen.references, page_tokens=size, device_pages=rig.device_pages,
-        host_pages=config.frames, device_hits=device_hits, host_hits=int(served.sum()) - device_hits, bound_hits=bound,
+        host_pages=host_tokens // size, device_hits=device_hits, host_hits=int(served.sum()) - device_hits,
+        bound_hits=bound,
         hit_rate=rates(seen, place < np.repeat(served, np.diff(seen.starts))),
         missed=_missed(rig, size, never_seen=int(np.count_nonzero(may_hit)) - bound,
                        at_the_end=int(np.count_nonzero(~may_hit))),

@@ -7,6 +7,7 @@ The second seed document's figures: 600 requests of the conversation trace, a de
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,28 @@ import numpy as np
 from hostcache.errors import ConfigError
 from hostcache.lab.oracle import cold_miss_floor
 from hostcache.lab.reconcile import collapsed_rate, reconcile
-from hostcache.lab.stream import stream_of
+from hostcache.lab.stream import digest_of, stream_of
 from hostcache.workload.legacy_bridge import LEGACY_WORDS, legacy_texts
 from hostcache.workload.traces import open_trace
 
 REQUESTS = 600
 CAPACITY_BLOCKS = 65_536 // 64
 ENGINE_HITS, ENGINE_QUERIES = 815_968, 2_111_376
+SLICE = "c9b79365e7ebb5f5148c7528a0618b95e40c418d5f206e81c0c51d9458159a6b"
+"""The canonical digest of those requests."""
 WHERE = "https://github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl"
 
 
-def story(path: Path) -> dict[str, Any]:
+def story(path: Path | None) -> dict[str, Any]:
     """Ready for JSON. Raises ConfigError where the trace is absent or another one."""
-    if not path.exists():
-        raise ConfigError(f"--trace {path} does not exist; the story needs Mooncake's conversation trace ({WHERE})")
-    stream = stream_of(open_trace(path), limit=REQUESTS)
+    if path is None or not path.exists():
+        absent = "no --trace is given" if path is None else f"--trace {path} does not exist"
+        raise ConfigError(f"{absent}; the story needs Mooncake's conversation trace ({WHERE})")
+    trace = open_trace(path)
+    if digest_of(islice(trace, REQUESTS), block_tokens=trace.format.block_tokens) != SLICE:
+        raise ConfigError(f"--trace {path} does not begin with the {REQUESTS} requests of the story; it needs "
+                          f"Mooncake's conversation trace ({WHERE})")
+    stream = stream_of(trace, limit=REQUESTS)
     outcome = reconcile(stream, capacity_blocks=CAPACITY_BLOCKS, hits=ENGINE_HITS, queries=ENGINE_QUERIES)
     return {
         "references": stream.references, "distinct": stream.distinct, "max_hit_rate": outcome.max_hit_rate,

@@ -152,12 +152,14 @@ def line_chart(lines: Sequence[Line], *, name: str, description: str, x: Axis, y
     slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
     height = _PLOT_FOOT + 14 + _TEXT_ROW * max(2, 1 + len(x.rows))
     placed = _placed(frame, [*([rule] if rule else []), *rules])
-    marks = [*_grid(frame, x, y), *(_rule(frame, each, box) for each, box in placed)]
+    name_box = (_PLOT_LEFT, 2.0, _PLOT_LEFT + len(y.name) * _LETTER, 18.0)
+    over = _TEXT_ROW if any(_overlap(box, name_box) for _, box in placed) else 0
+    marks = [*_grid(frame, x, y, name_y=14 - over), *(_rule(frame, each, box) for each, box in placed)]
     for line in lines:
         marks += _level(frame, line) if line.level else _line(frame, line)
     marks += _labels(frame, lines, [box for _, box in placed])
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{slug}-t {slug}-d" '
+        f'<svg viewBox="0 {-over} {_WIDTH} {height + over}" role="img" aria-labelledby="{slug}-t {slug}-d" '
         f'class="chart lines">\n<title id="{slug}-t">{escape(name)}</title>\n'
         f'<desc id="{slug}-d">{escape(description)}</desc>\n' + "\n".join(marks) + "\n</svg>")
 
@@ -205,7 +207,7 @@ def round_ticks(most: float, wanted: int = 5) -> tuple[float, ...]:
     return tuple(round(i * step, 12) for i in range(count + 1))
 
 
-def _y_grid(frame: _Frame, y: Axis) -> list[str]:
+def _y_grid(frame: _Frame, y: Axis, name_y: int = 14) -> list[str]:
     right = _WIDTH - _PLOT_RIGHT
     marks = []
     for value in frame.y_ticks:
@@ -214,13 +216,13 @@ def _y_grid(frame: _Frame, y: Axis) -> list[str]:
                      f'<text class="tick" x="{_PLOT_LEFT - 8}" y="{at + 4.5:.2f}" text-anchor="end">'
                      f"{escape(y.write(value))}</text>")
     marks.append(f'<line class="axis" x1="{_PLOT_LEFT}" y1="{_PLOT_FOOT}" x2="{right}" y2="{_PLOT_FOOT}"/>')
-    marks.append(f'<text class="axis-name" x="{_PLOT_LEFT}" y="14">{escape(y.name)}</text>')
+    marks.append(f'<text class="axis-name" x="{_PLOT_LEFT}" y="{name_y}">{escape(y.name)}</text>')
     return marks
 
 
-def _grid(frame: _Frame, x: Axis, y: Axis) -> list[str]:
+def _grid(frame: _Frame, x: Axis, y: Axis, name_y: int) -> list[str]:
     under = _PLOT_FOOT + _TEXT_ROW
-    marks = _y_grid(frame, y)
+    marks = _y_grid(frame, y, name_y)
     ticks = x.ticks or (frame.low, frame.high)
     for i, value in enumerate(ticks):
         at = frame.x(value)
@@ -321,7 +323,7 @@ def _steps(frame: _Frame, line: Line) -> list[Box]:
 
 def _free_place(x: float, y: float, wide: float, boxes: Sequence[Box], crossed: Sequence[Box]) -> Box:
     """The nearest place over nothing else; one that a line crosses counts as so much further away."""
-    shifts = [(far, across, down) for far in range(6) for down in (-6.0 - 8 * far, 6.0 + _LABEL_HEIGHT + 8 * far)
+    shifts = [(far, across, down) for far in range(12) for down in (-6.0 - 8 * far, 6.0 + _LABEL_HEIGHT + 8 * far)
               for across in (0.0, -wide / 3, wide / 3)]
     shifts[6:6] = [(0, -wide / 2 - 8, 5.0), (0, wide / 2 + 8, 5.0)]
     places = [(far, (x + across - wide / 2, y + down - _LABEL_HEIGHT, x + across + wide / 2, y + down))

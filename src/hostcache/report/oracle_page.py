@@ -70,9 +70,21 @@ def _tables(document: Mapping[str, Any]) -> list[Table]:
                      for each in document["at"] for policy, rates in each["hit_rate"].items())
         tables.append(Table(title="At the capacities given", rows=rows,
                             columns=("", "policy", *(text for _, text in _WAYS))))
+    if document.get("engine_blocks") is not None:
+        tables.append(_engine_blocks(document["engine_blocks"]))
     if document["two_tiers"]:
         tables.append(_two_tiers(document))
     return tables
+
+
+def _engine_blocks(found: Mapping[str, Any]) -> Table:
+    rows = [("an infinite cache", "", number(found["max_hit_tokens"]), f"{found['max_hit_rate']:.6f}")]
+    rows += [(f"LRU, {each['name']}", number(each["capacity_blocks"]), number(each["hit_tokens"]),
+              f"{each['hit_rate']:.6f}") for each in found["lru"]]
+    return Table(title=f"As an engine with blocks of {found['block_tokens']} tokens counts",
+                 columns=("", "its blocks", "tokens held", "of prompt tokens"), rows=tuple(rows), note=(
+                     f"Its prompts have {number(found['references'])} whole blocks, {number(found['distinct'])} of "
+                     "them different. The last token of a prompt is always computed."))
 
 
 def _named(policy: str) -> str:
@@ -106,6 +118,7 @@ def _capacity(document: Mapping[str, Any], blocks: int) -> str:
 _DECADES = 4
 """Of capacity, up to the greatest drawn; further down nothing of use happens."""
 _GIB = 1 << 30
+_MOST_TICKS = 8
 
 
 def _chart(document: Mapping[str, Any]) -> str:
@@ -144,7 +157,7 @@ def _curves(document: Mapping[str, Any]) -> list[Line]:
     block = document["block_tokens"]
     blocks = [each for each in document["curves"][0]["capacity_blocks"] if each]
     marked = [each["capacity_blocks"] for each in document["at"] if each["capacity_blocks"]]
-    least = min([max(blocks) / 10**_DECADES, *marked])
+    least = min([min(max(blocks), document["distinct"]) / 10**_DECADES, *marked])
     return [Line(series=_SERIES.get(curve["policy"].split(",")[0], "on"), dashed="without" in curve["policy"],
                  marked=False, points=tuple(
                      Point(x=blocks * block, y=rate,
@@ -184,6 +197,8 @@ def _ticks(low: float, high: float) -> tuple[set[float], set[float]]:
                          if low / 1.25 <= step * 10**power <= high * 1.25} for steps in ((1,), (1, 2, 5), range(1, 10)))
     if len(written) < 3:
         written = fuller[0] or {low, high}
+    while len(written) > _MOST_TICKS:
+        written = set(sorted(written)[::2])
     return written, {tick for tick in fuller[1] - written if low <= tick <= high}
 
 

@@ -8,11 +8,12 @@ part in their first block; the id can be read back from the tokens, so no two id
 against what is really sent. Ids are 64 bits and stay so. Knows no server: whoever has a tokenizer hands it in.
 
 Why not pieces of a book, or random ids decoded to text: the first gives 7 % of the blocks of a public trace another
-block's text, the second does not come back as the same tokens (docs/lab.md has the figures).
+block's text, the second does not come back as the same tokens (docs/negative-results.md has the figures).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,16 @@ class Alphabet:
     words: tuple[str, ...]
     ids: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        sound = all(type(each) is int and 0 <= each < 2**31 for each in self.ids)
+        if len(self.words) != len(self.ids) or len(self.words) < FEWEST_WORDS or not sound:
+            raise BridgeRefused(f"{len(self.words)} words and {len(self.ids)} tokens are no alphabet; it has a token "
+                                f"for each word, and {FEWEST_WORDS} or more of them")
+        for what, given in (("word", self.words), ("token", self.ids)):
+            if len(set(given)) < len(given):
+                twice = next(each for place, each in enumerate(given) if each in given[:place])
+                raise BridgeRefused(f"{what} {twice!r} is twice in an alphabet; two ids could have one text")
+
     @property
     def digest(self) -> str:
         lines = "".join(f"{word}\t{token}\n" for word, token in zip(self.words, self.ids, strict=True))
@@ -60,17 +71,20 @@ def candidate_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def alphabet_of(tokenize: Tokenize, candidates: Iterable[str], *, size: int = 4096, group: int = 32) -> Alphabet:
-    """The first `size` candidates that are one token each, found by group: as many tokens as words says that each word
-    is one, since none is less.
+    """The first `size` candidates that are one token each, found by group: as many tokens as words, and the same ones
+    from behind when the words are, so that no token for two words makes up for a word of two.
 
-    Raises BridgeRefused where fewer than `FEWEST_WORDS` are.
+    Raises BridgeRefused where fewer than `FEWEST_WORDS` are, or are asked for.
     """
+    if size < FEWEST_WORDS:
+        raise BridgeRefused(f"an alphabet of {size} words is too small; {FEWEST_WORDS} or more are needed")
     words: dict[str, int] = {}
     taken: set[int] = set()
 
     def test(some: Sequence[str]) -> None:
-        tokens = tokenize("".join(f" {word}" for word in some))
-        if len(tokens) == len(some):
+        tokens = list(tokenize("".join(f" {word}" for word in some)))
+        if len(tokens) == len(some) and (len(some) == 1 or tokens[::-1] == list(
+                tokenize("".join(f" {word}" for word in reversed(some))))):
             for word, token in zip(some, tokens, strict=True):
                 if token not in taken:
                     taken.add(token)
@@ -135,8 +149,14 @@ class Bridge:
         return np.array(self.alphabet.ids, dtype=np.int32)[chosen]
 
     def prompt(self, names: npt.NDArray[np.uint64], tokens: int | None = None) -> Tokens:
-        """A request's blocks as one prompt, cut to `tokens` where its last block is not full."""
+        """A request's blocks as one prompt, cut to `tokens` where its last block is not full.
+
+        Raises BridgeRefused for more tokens than the blocks have.
+        """
         whole = self.blocks(names).reshape(-1)
+        if tokens is not None and not 0 <= tokens <= len(whole):
+            raise BridgeRefused(f"a prompt of {tokens} tokens is not made of {len(names)} blocks of "
+                                f"{self.block_tokens}; what is sent would not be what the trace says")
         return whole if tokens is None else whole[:tokens]
 
     def text(self, tokens: Sequence[int] | Tokens) -> str:
@@ -183,7 +203,10 @@ def gate(bridge: Bridge, names: npt.NDArray[np.uint64], *, engine_block_tokens: 
     Same id, same tokens. Different ids, different tokens, already in the first engine block. Every id is read back. The
     text of every prompt given tokenizes to that prompt. Raises BridgeRefused at the first that does not.
     """
-    size = min(engine_block_tokens, bridge.block_tokens)
+    if engine_block_tokens < 1:
+        raise BridgeRefused(f"an engine has no blocks of {engine_block_tokens} tokens; give 1 or more")
+    # The least of a block that an engine block may end with, where neither size is a multiple of the other.
+    size = math.gcd(engine_block_tokens, bridge.block_tokens)
     made = bridge.blocks(names)
     again = bridge.blocks(names[::-1].copy())[::-1]
     if (unequal := np.flatnonzero((made != again).any(axis=1))).size:
@@ -193,15 +216,16 @@ def gate(bridge: Bridge, names: npt.NDArray[np.uint64], *, engine_block_tokens: 
     if len(where) != len(names):
         alike = np.flatnonzero((first == first[where[counts > 1][0]]).all(axis=1))
         raise BridgeRefused(f"blocks {names[alike[0]]} and {names[alike[1]]} begin with the same {size} tokens, and "
-                            f"{len(names)} blocks have {len(where)} beginnings: an engine with blocks of {size} would "
-                            "see hits that the trace does not have")
+                            f"{len(names)} blocks have {len(where)} beginnings: an engine with blocks of "
+                            f"{engine_block_tokens} would see hits that the trace does not have; use larger ones, or "
+                            "more words")
     if (unread := np.flatnonzero(bridge.names_of(made) != names)).size:
         raise BridgeRefused(f"block {names[unread[0]]} reads back as {bridge.names_of(made[unread[:1]])[0]}")
     sent = 0
     for prompt in prompts:
         if tokenize is None:
             raise BridgeRefused("prompts cannot be tried as text without a tokenizer; send token ids")
-        back = np.asarray(tokenize(bridge.text(prompt)), dtype=np.int32)
+        back = np.asarray(tokenize(bridge.text(prompt)), dtype=np.int64)
         if not np.array_equal(back, prompt):
             short = min(len(back), len(prompt))
             at = int(np.append(np.flatnonzero(back[:short] != prompt[:short]), short)[0])
