@@ -40,6 +40,19 @@ def test_what_is_no_condition_is_refused_before_anything_runs(when: str) -> None
         check_branch(Branch(name="it", when=when), sorted(FIGURES))
 
 
+def test_a_divisor_is_looked_at_when_its_figures_are_known() -> None:
+    """`bound - model` is 0 for nobody but who tries it with the same number for both."""
+    share = Branch(name="it", when="(engine - model) / (bound - model) < 0.5")
+    check_branch(share, sorted(FIGURES))
+    assert decide([share], FIGURES) == "it"
+
+
+@pytest.mark.parametrize("when", ["0" + "+0" * 3000 + " > 1", "9" * 400 + " / 3 > engine", "not " * 3000 + "engine"])
+def test_what_no_float_or_stack_holds_is_refused_in_one_line(when: str) -> None:
+    with pytest.raises(ConfigError, match="branch it: "):
+        check_branch(Branch(name="it", when=when), sorted(FIGURES))
+
+
 def test_a_missing_figure_and_a_division_by_zero_are_refused() -> None:
     with pytest.raises(ConfigError, match="there is no figure 'hits'; there are bound, engine, model"):
         decide([Branch(name="it", when="hits > 0")], FIGURES)

@@ -36,7 +36,7 @@ from hostcache.client.adapters import Adapter
 from hostcache.client.counters import Scrape
 from hostcache.clock import WallClock
 from hostcache.errors import ConfigError, HostCacheError, ServerError
-from hostcache.lab.certificate import certificate, read_certificate, write_certificate
+from hostcache.lab.certificate import certificate, digest, read_certificate, write_certificate
 from hostcache.lab.judging import judge
 from hostcache.lab.probe import SHIPPED, figure_names, probe_of, read_probe
 from hostcache.lab.probe_commands import add_probe_arguments, run_probe_command
@@ -89,12 +89,17 @@ def test_a_tier_large_enough_gives_all_that_any_cache_could(tmp_path: Path) -> N
 
 
 def test_a_ladder_is_swept_and_its_knees_are_figures(tmp_path: Path) -> None:
-    _, judged, _ = probe_on_mocks(
+    path, judged, trace = probe_on_mocks(
         tmp_path, arms=NO_CONTROL, load={"rate_factors": [1, 4], "goal": {"ttft_s": 5}, "drain_s": 20},
         branches={"kneed": "device_goodput_knee > 0 and device_throughput_knee > 0"})
     assert judged.verdict == "kneed"
     assert len(judged.knees["device"][0]["points"]) == 2
     assert judged.figures["device_hit_rate"] <= judged.figures["bound"]
+    assert verify(read_certificate(path), trace) == "kneed"
+    parts = copy.deepcopy(read_certificate(path)["parts"])
+    parts["arms"][1]["requests"][-1]["due_s"] += 0.01
+    with pytest.raises(HostCacheError, match="contradict each other or the trace"):
+        verify(certificate(parts), trace)
 
 
 def test_prompts_may_go_as_text_when_the_servers_tokenizer_gives_them_back(tmp_path: Path) -> None:
@@ -191,6 +196,48 @@ def test_an_attempt_that_is_killed_has_said_so_before(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "attempt-001" / "attempt.json").read_text())["outcome"] == "completed"
 
 
+@pytest.mark.parametrize(("number", "edit", "says"), [
+    (1, lambda attempt: attempt.update(cost=0.0), "cost 0.0 USD, the probe makes it"),
+    (1, lambda attempt: attempt.update(outcome="completed", fault=None, reason=None), "last one alone is completed"),
+    (1, lambda attempt: attempt.update(began_unix_s=-1.0), "it was sealed at"),
+    (1, lambda attempt: attempt.update(note="x"), "says note, which none says"),
+    (1, lambda attempt: attempt.update(seal="0"), "an attempt at another seal"),
+    (1, None, "every attempt is kept: bring back what is missing"),
+    (2, lambda attempt: attempt.update(began_unix_s=4e9), "this machine's clock says"),
+], ids=["cost", "outcome", "began", "more", "seal", "gone", "clock"])
+def test_an_attempt_that_was_edited_or_is_gone_ends_the_next_run_before_it_starts(
+        tmp_path: Path, number: int, edit: Callable[[dict[str, Any]], object] | None, says: str) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    probe = probe_of(written({"device": "http://127.0.0.1:1"}, cost={"per_hour": 1e6}), where="test")
+    sealed = sealed_for(probe, trace)
+    run = partial(run_probe, probe, sealed, trace, tmp_path / "out", Means(clock=WallClock(), prompts=collapsed))
+    for _ in range(2):
+        with pytest.raises(ProbeVoid, match="bridge_collision"):
+            asyncio.run(run())
+    path = tmp_path / "out" / f"attempt-{number:03d}" / "attempt.json"
+    if edit is None:
+        path.parent.rename(tmp_path / "elsewhere")
+    else:
+        attempt = json.loads(path.read_text())
+        edit(attempt)
+        path.write_text(json.dumps(attempt))
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(run())
+    assert not (tmp_path / "out" / "attempt-003").exists()
+
+
+def test_an_attempt_is_completed_when_its_certificate_is_there_and_not_before(tmp_path: Path) -> None:
+    """Between the last run and the certificate a disk may fill up: the attempt has failed then, and says why."""
+    def taken(prompts: Prompts) -> Prompts:
+        (tmp_path / "out" / "certificate.json").write_text("of somebody else")
+        return prompts
+
+    with pytest.raises(HostCacheError, match="never overwritten"):
+        probe_on_mocks(tmp_path, arms=NO_CONTROL, means=Means(clock=WallClock(), prompts=taken))
+    attempt = json.loads((tmp_path / "out" / "attempt-001" / "attempt.json").read_text())
+    assert (attempt["outcome"], attempt["fault"], attempt["runs"]) == ("failed", "CertificateRefused", 1)
+
+
 def test_failed_attempts_stay_and_stand_in_the_certificate_with_their_reason(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
 
@@ -216,7 +263,7 @@ def test_failed_attempts_stay_and_stand_in_the_certificate_with_their_reason(tmp
      QUICK),
     ("arm_not_confirmed", {"arms_of": {"device": {"tier": "on"}}}, QUICK),
     ("request_failed", {}, replace(QUICK, faults=(Fault(kind="http-500", every=9),))),
-    ("over_budget", {"budget_minutes": 1e-5}, QUICK),
+    ("over_budget", {"budget_minutes": 0.005}, replace(QUICK, base_s=0.1)),
 ], ids=["control", "capacity", "tier", "request", "budget"])
 def test_what_voids_a_run_has_a_name(tmp_path: Path, fault: str, more: dict[str, Any], config: Any) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
@@ -270,6 +317,10 @@ def test_an_edited_probe_or_another_trace_is_refused_before_anything_starts(tmp_
     check_trace(sealed, trace)
     with pytest.raises(SealBroken, match="edited after it was sealed: capacity_tokens was 640 and is 656"):
         check_probe(sealed, replace(probe, capacity_tokens=656))
+    with pytest.raises(SealBroken, match=r'arms\.device\.url was "http://127.0.0.1:1" and is null'):
+        check_probe(sealed, replace(probe, arms=(probe.arms[0], replace(probe.arms[1], url=None))))
+    with pytest.raises(SealBroken, match=r'branches was \["explained","beside"\] and is \["beside","explained"\]'):
+        check_probe(sealed, replace(probe, branches=probe.branches[::-1]))
     other = write_trace(tmp_path / "other.jsonl", seed=2)
     with pytest.raises(SealBroken, match=r"trace: the first 24 requests of other.jsonl"):
         asyncio.run(run_probe(probe, sealed, other, tmp_path / "out", Means(clock=WallClock())))
@@ -303,7 +354,7 @@ def _swap(parts: dict[str, Any]) -> None:
     first["prompt_sha256"], second["prompt_sha256"] = second["prompt_sha256"], first["prompt_sha256"]
 
 
-_EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "verdict": (lambda parts: parts["verdict"].update(verdict="beside"), "part 'verdict'"),
     "figures": (lambda parts: parts["figures"]["figures"].update(device_hit_rate=0.2), "part 'figures'"),
     "raw lines": (_raw_line, "part 'arms'"),
@@ -314,6 +365,44 @@ _EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "probe": (lambda parts: parts["probe"].update(hypothesis="another"), "part 'probe'"),
     "attempts": (lambda parts: parts["attempts"].insert(0, dict(parts["attempts"][0])), "part 'attempts'"),
     "runs": (lambda parts: parts["arms"].pop(0), "part 'arms'"),
+    "order of the runs": (lambda parts: (parts["arms"].reverse(), parts["figures"]["gaps"].reverse()),
+                          "run 1 is device of pair 0 at load 0, the probe asks for control"),
+    "the control's reading": (lambda parts: parts["arms"][0].update(control="5 of 9"), "control of control"),
+    "the gate's report": (lambda parts: parts["arms"][1]["gate"].update(first_blocks=33), "gate of device"),
+    "what was confirmed": (lambda parts: parts["arms"][1]["confirmed"].clear(), "confirmed of device"),
+    "what was described": (lambda parts: parts["arms"][1]["described"].update(pool_tokens=99), "arm_not_confirmed"),
+    "another engine": (lambda parts: parts["arms"][1].update(engine="vllm"), "part 'arms'"),
+    "the command": (lambda parts: parts["arms"][1]["command"].append("--fast"), "command of device"),
+    "the lateness": (lambda parts: parts["arms"][1].update(lateness_p99_s=0.0), "lateness_p99_s of device"),
+    "a timeline": (lambda parts: parts["arms"][1]["timeline"].append([0.0, {"prompt_tokens": 1e9}]), "goes backwards"),
+    "a time": (lambda parts: parts["arms"][1]["requests"][5].update(ended_s=0.0), "the times of request 5"),
+    "a request that failed": (lambda parts: parts["arms"][1]["requests"][5].update(outcome="cut", reason="it was"),
+                              "request_failed: request 5"),
+    "a record's host": (lambda parts: parts["arms"][1]["requests"][5].update(host_tokens=16), "record_impossible"),
+    "a record below zero": (lambda parts: parts["arms"][1]["requests"][5].update(cached_tokens=-16),
+                            "record_impossible"),
+    "a note in a run": (lambda parts: parts["arms"][1].update(note="it went well"), "note of device"),
+    "a raw line twice": (lambda parts: parts["arms"][1]["closing"].append(parts["arms"][1]["closing"][0]),
+                         "two raw lines are of the section"),
+    "an endless count": (lambda parts: parts["arms"][1].update(closing=['accounting {"prompt_tokens": 1e999}']),
+                         "1e999 is no number"),
+    "a raw line of another kind": (lambda parts: parts["arms"][1]["closing"].append(5), "part 'arms' does not hold"),
+    "an attempt's cost": (lambda parts: (parts["attempts"][0].update(cost=5.0), parts["cost"].update(total=5.0)),
+                          "attempt 1 of .* cost 5.0 USD, the probe makes it 0.0 USD"),
+    "an attempt before the seal": (lambda parts: parts["attempts"][0].update(began_unix_s=-1.0), "it was sealed at"),
+    "an attempt's time": (lambda parts: parts["attempts"][0].update(wall_s=0.0), "part 'attempts' does not hold"),
+    "a failed attempt left out or made up": (
+        lambda parts: (parts["attempts"].insert(0, {**parts["attempts"][0], "outcome": "failed", "fault": "x",
+                                                    "reason": "x"}), parts["attempts"][1].update(number=2),
+                       [run.update(attempt=2) for run in parts["arms"]], parts["cost"].update(attempts=2)),
+        "another prompt than follows"),
+    "no arms": (lambda parts: parts.pop("arms"), "part 'arms' does not hold: there is no 'arms'"),
+    "no attempts": (lambda parts: parts["attempts"].clear(), "part 'attempts' does not hold: there is none"),
+    "no cost": (lambda parts: parts.pop("cost"), "part 'cost'"),
+    "arms that are none": (lambda parts: parts.update(arms=[5]), "part 'arms' does not hold"),
+    "attempts that are none": (lambda parts: parts.update(attempts=[5]), "part 'attempts' does not hold"),
+    "a cost that is none": (lambda parts: parts["attempts"][0].update(cost="x"), "part 'attempts' does not hold"),
+    "a part that nobody knows": (lambda parts: parts.update(note="it went well"), "part 'note'"),
     "retracts": (lambda parts: parts["retracts"].clear(), "part 'retracts'"),
     "what it does not prove": (lambda parts: parts["does_not_prove"].clear(), "part 'does_not_prove'"),
 }
@@ -328,6 +417,25 @@ def test_a_part_that_was_edited_with_new_digests_does_not_follow_from_the_others
     edit(parts)
     with pytest.raises(HostCacheError, match=named):
         verify(certificate(parts), trace)
+
+
+@pytest.mark.parametrize(("edit", "says"), [
+    (lambda body: body["bridge"].update(block_tokens=32), "bridge: block_tokens is 16 here, sealed was 32"),
+    (lambda body: body["bridge"].update(words=["a"], ids=[1]), "no alphabet"),
+    (lambda body: body["oracle"].update(more=1), "oracle: more is null here, sealed was 1"),
+    (lambda body: body["trace"].update(requests=9), "trace: requests is 24 here, sealed was 9"),
+    (lambda body: body.pop("model"), "model is missing"),
+    (lambda body: body.update(note=1), "note is no part of it"),
+    (lambda body: body["probe"].update(loads=[{"at_once": 0}]), "the sealed probe cannot be read"),
+], ids=["block", "alphabet", "oracle", "requests", "missing", "more", "probe"])
+def test_a_seal_that_was_made_up_anew_contradicts_its_trace_or_itself(
+        made: tuple[Path, Path], edit: Callable[[dict[str, Any]], object], says: str) -> None:
+    path, trace = made
+    body = copy.deepcopy(read_certificate(path)["parts"]["seal"])
+    del body["sha256"]
+    edit(body)
+    with pytest.raises(SealBroken, match=says):
+        check_trace(sealed_of({**body, "sha256": digest(body)}, "test"), trace)
 
 
 def test_another_trace_fails_a_certificate_and_is_named(made: tuple[Path, Path], tmp_path: Path) -> None:
@@ -367,10 +475,27 @@ def test_the_shipped_probes_can_be_read_and_decided(name: str) -> None:
     ({"arms": {"a": {"start": ["x"]}}}, "no {port}"),
     ({"arms": {"a": {"control": True, "url": "http://x"}}}, "every arm is a control"),
     ({"does_not_prove": "nothing"}, "a list is needed"),
+    ({"load": {"rate_factors": [2, 1, 2]}}, "a ladder is of different loads"),
+    ({"trace": {"requests": 1}, "load": {"rate_factors": [2, 1]}}, "take 2 at least"),
+    ({"trace": {"requests": 10**23}}, "requests is '1000"),
+    ({"name": "../up"}, "a folder carries it"),
+    ({"budget_minutes": 0}, "budget_minutes is 0; give more than 0"),
+    ({"load": {"goal": {"ttft_s": 1}}}, "give rate_factors, or no goal"),
+    ({"arms": {"a": {"start": ["x", "{port}"], "env": {"A": True}}}}, "values that are texts"),
 ])
 def test_a_probe_that_cannot_be_is_refused_by_its_key(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says.replace("{", r"\{")):
         probe_of({**written({"device": "http://127.0.0.1:1"}), **change}, where="p.yaml")
+
+
+def test_a_key_that_stands_twice_in_a_probe_is_refused_with_its_line(tmp_path: Path) -> None:
+    text = (SHIPPED / "conversation-300-vllm.yaml").read_text()
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    assert read_probe(path).name == "conversation-300-vllm"
+    path.write_text(text.replace("branches:\n", "branches:\n  device_beside_the_model: device_gap > 9\n"))
+    with pytest.raises(ConfigError, match=r"the key 'device_beside_the_model' of line \d+ stands there already"):
+        read_probe(path)
 
 
 def command(*words: object) -> tuple[int, str, str]:

@@ -33,7 +33,10 @@ class Branch:
 
 def check_branch(branch: Branch, figures: Sequence[str]) -> None:
     """Raises ConfigError for a condition that cannot be read, or names what is no figure."""
-    _value(_parsed(branch), dict.fromkeys(figures, 1.0), branch)
+    try:
+        _value(_parsed(branch), dict.fromkeys(figures, 1.0), branch, divides=False)
+    except RecursionError:
+        raise ConfigError(f"branch {branch.name}: the condition is nested too deeply; make it shorter") from None
 
 
 def decide(branches: Sequence[Branch], figures: Mapping[str, float]) -> str:
@@ -53,9 +56,10 @@ def _parsed(branch: Branch) -> ast.expr:
                           "numbers") from None
 
 
-def _value(node: ast.expr, figures: Mapping[str, float], branch: Branch) -> float:
+def _value(node: ast.expr, figures: Mapping[str, float], branch: Branch, *, divides: bool = True) -> float:
+    """`divides` False: what a figure will be is not known yet, so that a divisor of 0 says nothing."""
     def read(each: ast.expr) -> float:
-        return _value(each, figures, branch)
+        return _value(each, figures, branch, divides=divides)
 
     match node:
         case ast.Constant(value=int() | float() as number) if math.isfinite(number):
@@ -76,7 +80,12 @@ def _value(node: ast.expr, figures: Mapping[str, float], branch: Branch) -> floa
             try:
                 return _ARITHMETIC[type(kind)](read(left), read(right))
             except ZeroDivisionError:
+                if not divides:
+                    return 1.0
                 raise ConfigError(f"branch {branch.name}: {ast.unparse(node)} divides by 0") from None
+            except OverflowError:
+                raise ConfigError(f"branch {branch.name}: {ast.unparse(node)[:60]} is more than a float "
+                                  "holds") from None
         case ast.Compare(left=left, ops=kinds, comparators=others) if all(type(kind) in _COMPARISONS for kind in kinds):
             values = [read(left), *map(read, others)]
             return all(_COMPARISONS[type(kind)](*pair) for kind, pair in zip(kinds, pairwise(values), strict=True))

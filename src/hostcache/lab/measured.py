@@ -9,24 +9,32 @@
     balance_broken              the engine's own sums do not add up
     records_and_counters_differ what requests were told and what the engine counted are two numbers
     record_field_lost           an answered request without a count that others have, or that the engine counted
+    record_impossible           a count of a record is no count, or more came from a cache than there was
+    request_failed              a request of a closed load was not answered
+    prompt_changed              a request was answered for more or fewer tokens than its prompt has
     control_not_zero            a control arm was served something from a cache
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, cast
 
 from hostcache.client.adapters import Engine, scrape_of
-from hostcache.client.counters import Scrape, balance, resets
+from hostcache.client.counters import Scrape, balance, read, resets
 from hostcache.client.exposition import read_exposition
 from hostcache.errors import ServerError
-from hostcache.lab.replay import Replay
+from hostcache.lab.certificate import parsed
+from hostcache.lab.prompts import Planned
+from hostcache.lab.replay import Load, Replay
 from hostcache.lab.replayed import ProbeVoid, Replayed
 
 NEEDED = ("prompt_tokens", "device_tokens", "host_tokens")
+_READ = ("cached_tokens", "recomputed_tokens", "bound_tokens", "preemptions", "vllm:prefix_cache_queries_total",
+         "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
+"""Of these, too, figures or balances are made where they are there."""
 _ALONE = frozenset({"vllm"})
 """Engines that have no `host_tokens` before a connector counts any."""
 
@@ -74,15 +82,20 @@ def scrape_again(engine: str, raw: Sequence[str]) -> Scrape:
 def _of_stats(engine: str, raw: Sequence[str]) -> Scrape:
     """The sections of /v1/stats, one a line."""
     counters: dict[str, float] = {}
+    sections: set[str] = set()
     for line in raw:
         section, _, text = line.partition(" ")
         try:
-            values = json.loads(text)
+            values = parsed(text.encode())
         except ValueError as error:
             raise ProbeVoid("counters_missing", f"the raw line {line[:60]!r} is no JSON ({error})") from error
+        if section in sections:
+            raise ProbeVoid("counters_missing", f"two raw lines are of the section {section!r}; which one counts?")
+        sections.add(section)
         names = {"accounting": ("prompt_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "bound_tokens",
                                 "requests"), "engine": ("preemptions",)}.get(section, ())
-        counters.update({name: float(values[name]) for name in names if name in values})
+        counters.update({name: float(value) for name in names
+                         if (value := read({section: values}, section, name)) is not None})
     if "device_tokens" in counters and "host_tokens" in counters:
         counters["cached_tokens"] = counters["device_tokens"] + counters["host_tokens"]
     return Scrape(engine=engine, counters=counters, created={}, raw=tuple(raw), at_s=0.0)
@@ -110,7 +123,10 @@ def counted(engine: str, opening: Sequence[str], closing: Sequence[str]) -> Coun
             if name not in scrape.counters:
                 raise ProbeVoid("counters_missing", f"the {which} scrape of {engine} has no {name}; a figure is never "
                                 "made from what was not counted")
-    if gone := [name for name in resets(before, after) if name in (*needed, "cached_tokens", "preemptions")]:
+    for scrape in (before, after):
+        if endless := [name for name, value in scrape.counters.items() if not isfinite(value)]:
+            raise ProbeVoid("counter_misread", f"{endless[0]} is {scrape.counters[endless[0]]}, which is no count")
+    if gone := [name for name in resets(before, after) if name in (*needed, *_READ)]:
         raise ProbeVoid("counter_reset", f"{gone[0]} went down or began anew between the scrapes: the server started "
                         "again, so nothing can be said")
     sums = balance(before.counters, after.counters)
@@ -137,8 +153,11 @@ def check_records(records: Sequence[Replayed], totals: Counted) -> None:
         if each.prompt_tokens is None:
             raise ProbeVoid("record_field_lost", f"request {each.index} was answered and has no prompt_tokens "
                             f"({each.reason})")
+        if any(count is not None and not (type(count) is int and 0 <= count <= each.prompt_tokens) for count in (
+                each.prompt_tokens, each.cached_tokens, each.device_tokens, each.host_tokens)):
+            raise ProbeVoid("record_impossible", f"request {each.index} {_told(each)}")
     prompt = sum(each.prompt_tokens or 0 for each in answered)
-    if len(answered) < len(records):
+    if len(answered) < len(records) and prompt <= totals.prompt_tokens:
         return  # what became of the others on the server is not known here
     if prompt != totals.prompt_tokens:
         raise ProbeVoid("records_and_counters_differ", f"the requests had {prompt} prompt tokens, the engine counted "
@@ -154,6 +173,33 @@ def check_records(records: Sequence[Replayed], totals: Counted) -> None:
     if told and cached != totals.cached_tokens and not totals.preemptions:
         raise ProbeVoid("records_and_counters_differ", f"the requests were told of {cached} cached tokens, the engine "
                         f"counted {totals.cached_tokens}")
+
+
+def _told(each: Replayed) -> str:
+    return (f"of {each.prompt_tokens!r} tokens was told of {each.cached_tokens!r} cached ones, {each.device_tokens!r} "
+            f"from the device and {each.host_tokens!r} from the host")
+
+
+def check_answers(name: str, load: Load, asked: Sequence[Planned], records: Sequence[Replayed],
+                  totals: Counted) -> None:
+    """Each of an arm's requests was answered, as a closed load needs it, for exactly its prompt, and where it was told
+    of device and host both add up, in each and in all. Raises ProbeVoid."""
+    answered = [each for each in records if each.outcome == "ok"]
+    parted = [(each, each.device_tokens + each.host_tokens) for each in answered
+              if each.device_tokens is not None and each.host_tokens is not None]
+    for each, parts in parted:
+        if each.cached_tokens != parts:
+            raise ProbeVoid("record_impossible", f"request {each.index} of {name} {_told(each)}")
+    host = sum(each.host_tokens or 0 for each, _ in parted)
+    if parted and len(parted) == len(records) and host != totals.host_tokens and not totals.preemptions:
+        raise ProbeVoid("records_and_counters_differ", f"the requests of {name} were told of {host} tokens from the "
+                        f"host, the engine counted {totals.host_tokens}")
+    for request, got in zip(asked, records, strict=True):
+        if got.outcome != "ok" and load.rate_factor is None:
+            raise ProbeVoid("request_failed", f"request {got.index} of {name}: {got.reason}")
+        if got.outcome == "ok" and got.prompt_tokens != request.tokens:
+            raise ProbeVoid("prompt_changed", f"request {got.index} of {name} was sent as {request.tokens} tokens, the "
+                            f"server read {got.prompt_tokens}; does it put tokens of its own before it?")
 
 
 def check_control(name: str, totals: Counted, *, fresh: bool) -> str:

@@ -89,6 +89,15 @@ class Probe:
     def ladder(self) -> bool:
         return len(self.loads) > 1
 
+    @property
+    def runs(self) -> tuple[tuple[ProbeArm, int, int], ...]:
+        """Arm, pair and point of the ladder, in the order in which they are run: short arms first, once; then the
+        others, in turned order with every pair."""
+        swept = [(arm, pair) for pair in range(self.pairs) for arm in (self.swept if pair % 2 == 0 else
+                                                                       self.swept[::-1])]
+        return (*((arm, 0, 0) for arm in self.arms if self.short(arm)),
+                *((arm, pair, point) for arm, pair in swept for point in range(len(self.loads))))
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -122,13 +131,39 @@ def read_probe(path: Path) -> Probe:
     if not path.exists() and len(path.parts) == 1 and (shipped := SHIPPED / f"{path.stem}.yaml").exists():
         path = shipped
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        given = yaml.safe_load(text)
+        twice = _twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
         known = ", ".join(sorted(each.stem for each in SHIPPED.glob("*.yaml")))
         raise ConfigError(f"probe {path} cannot be read: {error.strerror}; shipped are {known}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"probe {path} is no YAML: {' '.join(str(error).split())[:200]}") from None
+    if twice is not None:
+        raise ConfigError(f"{path.name}: the key {twice.value!r} of line {twice.start_mark.line + 1} stands there "
+                          "already; YAML would keep the last one alone")
     return probe_of(given, where=path.name)
+
+
+def _twice(root: Any) -> Any:
+    """Of a tree of YAML nodes the first key that stands twice in one mapping, or None."""
+    nodes, seen = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue
+        seen.add(id(node))
+        keys = set()
+        for each in node.value:
+            if not isinstance(each, tuple):
+                nodes.append(each)
+                continue
+            if isinstance(each[0].value, str):
+                if each[0].value in keys:
+                    return each[0]
+                keys.add(each[0].value)
+            nodes.append(each[1])
+    return None
 
 
 def probe_of(given: Any, *, where: str) -> Probe:
@@ -170,7 +205,7 @@ def _arm(name: str, body: _Section) -> ProbeArm:
         raise ConfigError(f"{body.where} has {'both' if start else 'neither'} a url and a start command; give one")
     if start and not any("{port}" in word for word in start):
         raise ConfigError(f"{body.where}: start has no {{port}}; say where the port goes")
-    env = {key: str(value) for key, value in body.mapping("env", optional=True).items()}
+    env = body.environment("env")
     if env and url is not None:
         raise ConfigError(f"{body.where} has a url and an env; a server that runs already keeps its own")
     arm = ProbeArm(name=name, control=body.flag("control"), requests=body.whole("requests", optional=True) or None,
@@ -194,7 +229,11 @@ def _loads(body: _Section) -> tuple[tuple[Load, ...], Goal | None]:
     if factors and at_once:
         raise ConfigError(f"{body.where} is closed (at_once) and open (rate_factors); give one of the two")
     if not factors:
+        if goal.given:
+            raise ConfigError(f"{goal.where} is of a ladder of open loads; give rate_factors, or no goal")
         return (Load(at_once=at_once or 1, **rest),), None  # type: ignore[arg-type]
+    if len(set(factors)) < len(factors):
+        raise ConfigError(f"{body.where}: rate_factors are {factors}; a ladder is of different loads")
     return tuple(Load(at_once=None, rate_factor=each, **rest) for each in factors), asked  # type: ignore[arg-type]
 
 
@@ -207,8 +246,15 @@ def _retracts(given: Sequence[_Section]) -> tuple[Mapping[str, str], ...]:
 
 
 def _check(probe: Probe, where: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", probe.name):
+        raise ConfigError(f"{where}: name is {probe.name[:60]!r}; letters, digits, . _ and - are needed, since a "
+                          "folder carries it")
+    if probe.budget_minutes <= 0:
+        raise ConfigError(f"{where}: budget_minutes is {probe.budget_minutes:g}; give more than 0")
     if not probe.measured:
         raise ConfigError(f"{where}: every arm is a control; nothing would be measured")
+    if probe.ladder and probe.requests < 2:
+        raise ConfigError(f"{where}: requests is {probe.requests}; a ladder's loads are rates, which take 2 at least")
     if not probe.branches:
         raise ConfigError(f"{where}: there are no branches; say what each outcome would mean")
     for arm in probe.arms:
@@ -227,6 +273,7 @@ class _Section:
         if not isinstance(given, dict):
             raise ConfigError(f"{where} is {str(given)[:40]!r}; keys and values are needed")
         self.where = where
+        self.given = bool(given)
         self._given = given
         self._taken: set[Any] = set()
 
@@ -247,6 +294,12 @@ class _Section:
             raise self._wrong(key, value, "names with their values")
         return {str(name): each for name, each in value.items()}
 
+    def environment(self, key: str) -> dict[str, str]:
+        values = self.mapping(key, optional=True)
+        if wrong := [each for each in values.values() if type(each) not in (str, int, float)]:
+            raise self._wrong(key, wrong[0], "values that are texts (on, off, yes and no in quotes)")
+        return {name: str(each) for name, each in values.items()}
+
     def text(self, key: str, *, optional: bool = False) -> str:
         value = self._take(key, "" if optional else None)
         if not isinstance(value, str) or not (value.strip() or optional):
@@ -261,7 +314,7 @@ class _Section:
 
     def whole(self, key: str, *, low: int = 1, optional: bool = False) -> int:
         value = self._take(key, 0 if optional else None)
-        if key in self._given and (type(value) is not int or value < low):
+        if key in self._given and (type(value) is not int or not low <= value < 2**53):
             raise self._wrong(key, value, f"a whole number of at least {low}")
         return int(value)
 

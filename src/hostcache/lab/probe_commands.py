@@ -14,12 +14,14 @@ from typing import Any, TextIO, get_args
 
 import numpy as np
 
+from hostcache.client.process import terminate_like_interrupt
 from hostcache.clock import WallClock, unix_time
 from hostcache.errors import BARS_MISSED, ConfigError
 from hostcache.folders import new_folder
 from hostcache.lab.alphabets import alphabet, tokenizer_of
 from hostcache.lab.certificate import read_certificate
 from hostcache.lab.gap import Gap, Modelled, gap
+from hostcache.lab.judging import Judged
 from hostcache.lab.knee import Goal, Knee, Ratio, knee, point, ratio
 from hostcache.lab.lru import Touch
 from hostcache.lab.measured import Counted, check_replay
@@ -398,8 +400,13 @@ def _probe_run(args: argparse.Namespace, desk: _Desk) -> int:
     probe = read_probe(args.probe)
     sealed = read_seal(args.seal or _seal_path(args.probe))
     out = args.out or Path("hostcache-probes") / f"{probe.name}-{sealed.sha256[:12]}"
-    path, judged = asyncio.run(run_probe(probe, sealed, args.trace, out, Means(
-        clock=WallClock(), api_key=desk.api_key, progress=desk.progress)))
+
+    async def run() -> tuple[Path, Judged]:
+        with terminate_like_interrupt():
+            return await run_probe(probe, sealed, args.trace, out, Means(clock=WallClock(), api_key=desk.api_key,
+                                                                         progress=desk.progress))
+
+    path, judged = asyncio.run(run())
     rows: list[tuple[str, object]] = [("bound", f"{judged.figures['bound']:.6f}")]
     for arm in probe.measured:
         rows += [(f"{arm.name}: hit rate", f"{judged.figures[f'{arm.name}_hit_rate']:.6f}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -16,10 +17,10 @@ from typing import Any
 
 from hostcache.client.adapters import Adapter
 from hostcache.clock import Clock, unix_time
-from hostcache.errors import ConfigError, HostCacheError
+from hostcache.errors import ConfigError, HostCacheError, ServerError
 from hostcache.lab.certificate import write_certificate
 from hostcache.lab.judging import Judged, judge
-from hostcache.lab.measured import check_control, check_replay
+from hostcache.lab.measured import check_answers, check_control, check_replay
 from hostcache.lab.probe import Probe, ProbeArm
 from hostcache.lab.prompts import Planned, Prompts
 from hostcache.lab.replay import WORKER, Load, Replay, Scraper, due_times, planned, replay
@@ -32,6 +33,8 @@ from hostcache.workload.traces import open_trace
 
 CERTIFICATE = "certificate.json"
 ATTEMPT = "attempt.json"
+_SAYS = frozenset({"number", "seal", "began_unix_s", "wall_s", "outcome", "fault", "reason", "runs", "cost",
+                   "currency"})
 
 _KILLED = ("failed", "killed", "it was ended before it could say why")
 """What stands of an attempt until it says otherwise; its time and cost are those of its finished runs."""
@@ -65,24 +68,33 @@ class _Turn:
 async def run_probe(probe: Probe, sealed: Sealed, trace: Path, out: Path, means: Means) -> tuple[Path, Judged]:
     """The certificate's path. `out`: a folder, new or of earlier attempts at the same seal.
 
-    Raises SealBroken before anything is started, ProbeVoid or ServerError out of an attempt.
+    Raises SealBroken or ConfigError before anything is started, ProbeVoid or ServerError out of an attempt.
     """
     check_probe(sealed, probe)
     check_trace(sealed, trace)
     earlier = _earlier(out, sealed)
     number = len(earlier) + 1
     folder = out / f"attempt-{number:03d}"
-    folder.mkdir(parents=True)
-    began_s, began_unix_s = means.clock.now(), means.unix_now()
+    began_s, began_unix_s = means.clock.now(), round(means.unix_now(), 3)
+    if began_unix_s < (last_s := max(sealed.body["sealed_unix_s"], *(each["began_unix_s"] or 0.0 for each in earlier),
+                                     0.0)):
+        raise ConfigError(f"this machine's clock says {began_unix_s:.0f}, before the seal or an earlier attempt at "
+                          f"{last_s:.0f} (unix seconds); set it, or which came first cannot be told")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; another run of this probe is under way, or give "
+                          "another --out") from None
     runs: list[dict[str, Any]] = []
 
-    def note(outcome: str, fault: str | None, reason: str | None) -> dict[str, Any]:
-        wall_s = means.clock.now() - began_s
-        attempt = {"number": number, "seal": sealed.sha256, "began_unix_s": round(began_unix_s, 3),
-                "wall_s": round(wall_s, 3), "outcome": outcome, "fault": fault, "reason": reason, "runs": len(runs),
-                "cost": round(sealed.probe.cost_per_hour * wall_s / 3600, 6), "currency": sealed.probe.currency}
-        _write(folder / ATTEMPT, attempt)
-        return attempt
+    def attempt(outcome: str, fault: str | None, reason: str | None) -> dict[str, Any]:
+        wall_s = round(means.clock.now() - began_s, 3)
+        return {"number": number, "seal": sealed.sha256, "began_unix_s": began_unix_s, "wall_s": wall_s,
+                "outcome": outcome, "fault": fault, "reason": reason, "runs": len(runs),
+                "cost": cost_of(sealed.probe, wall_s), "currency": sealed.probe.currency}
+
+    def note(outcome: str, fault: str | None, reason: str | None) -> None:
+        _write(folder / ATTEMPT, attempt(outcome, fault, reason))
 
     def ran(run: dict[str, Any]) -> None:
         runs.append(run)
@@ -90,19 +102,29 @@ async def run_probe(probe: Probe, sealed: Sealed, trace: Path, out: Path, means:
         note(*_KILLED)
 
     note(*_KILLED)
+    path = out / CERTIFICATE
+    budget = asyncio.timeout(60 * sealed.probe.budget_minutes)
     try:
-        async with asyncio.timeout(60 * sealed.probe.budget_minutes):
+        async with budget:
             await _attempt(sealed, trace, folder, number, means, ran)
         judged = judge(sealed, trace, runs, progress=means.progress)
+        # The certificate first: an attempt that says it was completed has one.
+        this = attempt("completed", None, None)
+        write_certificate(path, parts_of(sealed, [*earlier, this], runs, judged))
     except BaseException as error:
-        note("failed", _fault(error), _reason(error, sealed.probe))
-        if isinstance(error, TimeoutError):
-            raise ProbeVoid("over_budget", _reason(error, sealed.probe)) from error
+        if isinstance(error, TimeoutError) and budget.expired():
+            void = ProbeVoid("over_budget", f"the budget of {sealed.probe.budget_minutes:g} minutes was spent; raise "
+                             "it in a new probe, or ask for less")
+            note("failed", void.fault, str(void))
+            raise void from error
+        note("failed", _fault(error), _reason(error))
         raise
-    this = note("completed", None, None)
-    path = out / CERTIFICATE
-    write_certificate(path, parts_of(sealed, [*earlier, this], runs, judged))
+    _write(folder / ATTEMPT, this)
     return path, judged
+
+
+def cost_of(probe: Probe, wall_s: float) -> float:
+    return round(probe.cost_per_hour * wall_s / 3600, 6)
 
 
 def parts_of(sealed: Sealed, attempts: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]],
@@ -139,29 +161,31 @@ async def _attempt(sealed: Sealed, trace: Path, folder: Path, number: int, means
                 report = reports[at + place]
                 if probe.send == "text":
                     report = await _gated_as_text(turn, probe, server)
-                ran(await _run(turn, probe, server, report, confirmed, number, folder, means))
+                try:
+                    ran(await _run(turn, probe, server, report, confirmed, number, folder, means))
+                except ServerError as error:
+                    raise ServerError(f"{arm.name}: its server ended or stopped answering: {error}") from error
         at += len(same)
 
 
 def _turns(sealed: Sealed, trace: Path, number: int, means: Means) -> list[_Turn]:
-    """Short arms first, once; then the others, in turned order with every pair."""
-    probe = sealed.probe
+    asked = asked_of(sealed.probe, trace)
+    return [_Turn(arm=arm, pair=pair, point=point, load=sealed.probe.loads[point], requests=asked(arm, point),
+                  prompts=means.prompts(prompts_of(sealed, attempt=number, pair=pair, point=point, arm=arm)))
+            for arm, pair, point in sealed.probe.runs]
+
+
+def asked_of(probe: Probe, trace: Path) -> Callable[[ProbeArm, int], tuple[Planned, ...]]:
+    """The requests of an arm at a point of the ladder, with their due times where the load is open."""
     stream = slice_of(trace, probe)
-    arrivals = None
-    found = []
-    order = [(arm, 0) for arm in probe.arms if probe.short(arm)]
-    for pair in range(probe.pairs):
-        order += [(arm, pair) for arm in (probe.swept if pair % 2 == 0 else probe.swept[::-1])]
-    for arm, pair in order:
-        for point, load in enumerate(probe.loads[:1] if probe.short(arm) else probe.loads):
-            due_s = None
-            if load.rate_factor is not None:
-                arrivals = arrivals or list(islice(open_trace(trace), probe.requests))
-                due_s = due_times(arrivals, load.rate_factor)
-            prompts = means.prompts(prompts_of(sealed, attempt=number, pair=pair, point=point, arm=arm))
-            found.append(_Turn(arm=arm, pair=pair, point=point, load=load, prompts=prompts,
-                               requests=planned(stream, requests=arm.requests, due_s=due_s)))
-    return found
+    arrivals = [] if all(load.rate_factor is None for load in probe.loads) else list(
+        islice(open_trace(trace), probe.requests))
+
+    def asked(arm: ProbeArm, point: int) -> tuple[Planned, ...]:
+        factor = probe.loads[point].rate_factor
+        return planned(stream, requests=arm.requests, due_s=None if factor is None else due_times(arrivals, factor))
+
+    return asked
 
 
 def _gated(turn: _Turn, probe: Probe, tokenize: Tokenize | None = None) -> GateReport:
@@ -202,12 +226,7 @@ async def _run(turn: _Turn, probe: Probe, server: Serving, report: GateReport, c
 def _check(turn: _Turn, outcome: Replay) -> str | None:
     """A control's reading. Raises ProbeVoid."""
     totals = check_replay(outcome)
-    for asked, got in zip(turn.requests, outcome.requests, strict=True):
-        if got.outcome != "ok" and turn.load.rate_factor is None:
-            raise ProbeVoid("request_failed", f"request {got.index} of {turn.arm.name}: {got.reason}")
-        if got.outcome == "ok" and got.prompt_tokens != asked.tokens:
-            raise ProbeVoid("prompt_changed", f"request {got.index} of {turn.arm.name} was sent as {asked.tokens} "
-                            f"tokens, the server read {got.prompt_tokens}; does it put tokens of its own before it?")
+    check_answers(turn.arm.name, turn.load, turn.requests, outcome.requests, totals)
     return check_control(turn.arm.name, totals, fresh=turn.arm.fresh) if turn.arm.control else None
 
 
@@ -215,39 +234,65 @@ def _earlier(out: Path, sealed: Sealed) -> list[dict[str, Any]]:
     """The attempts that are in the folder. Raises ConfigError where it is another seal's, or has its certificate."""
     if (out / CERTIFICATE).exists():
         raise ConfigError(f"{out / CERTIFICATE} exists; a probe that was decided is not run again under the same seal: "
-                          "seal it anew, or give another --out")
+                          "seal it anew, under a new name")
     found: list[dict[str, Any]] = []
-    while (folder := out / f"attempt-{len(found) + 1:03d}").is_dir():
-        path = folder / ATTEMPT
+    for number, folder in enumerate(sorted(out.glob("attempt-*")), start=1):
+        if folder.name != f"attempt-{number:03d}":
+            raise ConfigError(f"{folder} stands where attempt {number} is to be; every attempt is kept: bring back "
+                              "what is missing")
         try:
-            attempt = json.loads(path.read_text(encoding="utf-8"))
+            attempt = json.loads((folder / ATTEMPT).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             outcome, fault, reason = _KILLED
-            attempt = {"number": len(found) + 1, "seal": sealed.sha256, "began_unix_s": None, "wall_s": 0.0,
+            attempt = {"number": number, "seal": sealed.sha256, "began_unix_s": None, "wall_s": 0.0,
                        "outcome": outcome, "fault": fault, "reason": reason, "runs": 0, "cost": 0.0,
                        "currency": sealed.probe.currency}
-        if attempt.get("seal") != sealed.sha256:
-            raise ConfigError(f"{folder} is an attempt at another seal ({str(attempt.get('seal'))[:16]}…); give "
-                              "another --out")
+        seal = attempt.get("seal") if isinstance(attempt, dict) else None
+        if seal != sealed.sha256:
+            raise ConfigError(f"{folder} is an attempt at another seal ({str(seal)[:16]}…); give another --out")
+        check_attempt(attempt, sealed, number, completed=False)
         found.append(attempt)
     return found
+
+
+def check_attempt(attempt: Mapping[str, Any], sealed: Sealed, number: int, *, completed: bool) -> None:
+    """It says what an attempt says, at this seal and at what the probe lets it cost. Raises ConfigError."""
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"attempt {number} {what}; what an attempt said of itself was changed")
+
+    if differing := sorted(_SAYS ^ attempt.keys()):
+        raise refuse(f"has no {differing[0]}" if differing[0] in _SAYS else f"says {differing[0]}, which none says")
+    if attempt["number"] != number or attempt["seal"] != sealed.sha256:
+        raise refuse(f"says it is number {attempt['number']} at the seal {str(attempt['seal'])[:16]}…")
+    if attempt["outcome"] != ("completed" if completed else "failed"):
+        raise refuse(f"has the outcome {attempt['outcome']!r}, and the last one alone is completed and has the "
+                     "certificate")
+    if [type(attempt[name]) for name in ("fault", "reason")] != 2 * [type(None) if completed else str]:
+        raise refuse(f"{attempt['outcome']} with the fault {attempt['fault']!r} and the reason {attempt['reason']!r}")
+    began_s, wall_s, cost = attempt["began_unix_s"], attempt["wall_s"], cost_of(sealed.probe, attempt["wall_s"])
+    if not (wall_s >= 0 and abs(attempt["cost"] - cost) <= 1e-6 and attempt["currency"] == sealed.probe.currency):
+        raise refuse(f"of {wall_s} s cost {attempt['cost']} {attempt['currency']}, the probe makes it {cost} "
+                     f"{sealed.probe.currency}")
+    if (began_s is None and completed) or (began_s is not None and not began_s >= sealed.body["sealed_unix_s"]):
+        raise refuse(f"began at {began_s}, it was sealed at {sealed.body['sealed_unix_s']}")
 
 
 def _fault(error: BaseException) -> str:
     if isinstance(error, ProbeVoid):
         return error.fault
-    if isinstance(error, TimeoutError):
-        return "over_budget"
     return "interrupted" if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)) else type(error).__name__
 
 
-def _reason(error: BaseException, probe: Probe) -> str:
-    if isinstance(error, TimeoutError):
-        return f"the budget of {probe.budget_minutes:g} minutes was spent; raise it in a new probe, or ask for less"
+def _reason(error: BaseException) -> str:
     if isinstance(error, HostCacheError):
         return str(error)
+    if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
+        return "it was interrupted: Ctrl-C, or SIGTERM"
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """All of it, or what was there before."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import islice
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,20 @@ from hostcache import __version__
 from hostcache.clock import unix_time
 from hostcache.errors import ConfigError, HostCacheError
 from hostcache.lab.branches import Branch
-from hostcache.lab.certificate import canonical, digest
+from hostcache.lab.certificate import canonical, digest, parsed, write_new
 from hostcache.lab.gap import Model, Modelled
 from hostcache.lab.knee import Goal
 from hostcache.lab.oracle import cold_miss_floor, maximum, opt_curve
 from hostcache.lab.probe import Probe, ProbeArm
 from hostcache.lab.prompts import Prompts
-from hostcache.lab.replay import Load, as_sent
+from hostcache.lab.replay import Load, as_sent, due_times
 from hostcache.lab.stream import Stream, stream_of
-from hostcache.workload.bridge import Alphabet, Bridge
+from hostcache.workload.bridge import FEWEST_WORDS, Alphabet, Bridge
 from hostcache.workload.traces import open_trace
 
 KIND = "hostcache-seal"
 VERSION = 1
+_KEYS = frozenset({"kind", "version", "by", "sealed_unix_s", "model", "probe", "trace", "bridge", "oracle"})
 
 
 class SealBroken(HostCacheError):
@@ -104,27 +106,34 @@ def seal(probe: Probe, trace: Path, alphabet: Alphabet, *, model: str | None,
                           f"requests of {trace.name} have {of_trace['digest']}")
     if model is None and any("{model}" in word for arm in probe.arms for word in arm.start):
         raise ConfigError("the probe starts servers of a {model}; say which with --model")
-    stream = slice_of(trace, probe)
-    bridge = Bridge(alphabet=alphabet, block_tokens=stream.block_tokens, seed=b"")  # refuses blocks that are too short
+    if any(load.rate_factor is not None for load in probe.loads):
+        due_times(list(islice(open_trace(trace), probe.requests)), 1.0)  # refuses a trace that does not say when
     body = {
         "kind": KIND, "version": VERSION, "by": __version__, "sealed_unix_s": round(now(), 3), "model": model,
         "probe": json.loads(canonical(probe.as_json())), "trace": of_trace,
-        "bridge": {"send": probe.send, "block_tokens": bridge.block_tokens, "digits": bridge.digits,
-                   "engine_block_tokens": probe.engine_block_tokens, "alphabet": alphabet.digest,
-                   "words": list(alphabet.words), "ids": list(alphabet.ids)},
+        "bridge": bridge_part(probe, alphabet, slice_of(trace, probe).block_tokens),
         "oracle": oracle_part(probe, trace),
     }
     return {**body, "sha256": digest(body)}
 
 
+def bridge_part(probe: Probe, alphabet: Alphabet, block_tokens: int) -> dict[str, Any]:
+    """Raises BridgeRefused for blocks that are too short to hold an id."""
+    bridge = Bridge(alphabet=alphabet, block_tokens=block_tokens, seed=b"")
+    return {"send": probe.send, "block_tokens": bridge.block_tokens, "digits": bridge.digits,
+            "engine_block_tokens": probe.engine_block_tokens, "alphabet": alphabet.digest,
+            "words": list(alphabet.words), "ids": list(alphabet.ids)}
+
+
 def write_seal(path: Path, document: Mapping[str, Any]) -> None:
     """A new file. Raises ConfigError where there is one: a seal is never replaced."""
     try:
-        with path.open("xb") as stream:
-            stream.write(canonical(document) + b"\n")
+        write_new(path, canonical(document) + b"\n")
     except FileExistsError:
         raise ConfigError(f"{path} exists; a seal is never replaced: give another --out, or remove it yourself"
                           ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another --out") from None
 
 
 def sealed_of(document: Any, where: str) -> Sealed:
@@ -136,16 +145,26 @@ def sealed_of(document: Any, where: str) -> Sealed:
     if digest(body) != document.get("sha256"):
         raise SealBroken(f"{where}: its content has the digest {digest(body)[:16]}…, it was sealed with "
                          f"{str(document.get('sha256'))[:16]}…: something in it was changed")
-    return Sealed(body=body, sha256=str(document["sha256"]), probe=probe_from_json(body["probe"]))
+    if differing := sorted(_KEYS ^ body.keys()):
+        raise SealBroken(f"{where}: {differing[0]} {'is missing' if differing[0] in _KEYS else 'is no part of it'}; "
+                         "seal it with this version")
+    sealed = Sealed(body=body, sha256=str(document["sha256"]), probe=probe_from_json(body["probe"]))
+    words, ids = body["bridge"].get("words"), body["bridge"].get("ids")
+    if not (isinstance(words, list) and isinstance(ids, list) and len(words) == len(ids) >= FEWEST_WORDS
+            and len(set(map(str, words))) == len(set(map(str, ids))) == len(words)
+            and all(type(word) is str for word in words) and all(type(each) is int for each in ids)):
+        raise SealBroken(f"{where}: the bridge has no alphabet of {FEWEST_WORDS} words and their tokens, each once; "
+                         "seal it with this version")
+    return sealed
 
 
 def read_seal(path: Path) -> Sealed:
     """Raises SealBroken."""
     try:
-        document = json.loads(path.read_bytes().decode("utf-8"))
+        document = parsed(path.read_bytes())
     except OSError as error:
         raise SealBroken(f"{path} cannot be read: {error.strerror}; make it with `hostcache lab probe seal`") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise SealBroken(f"{path} is no JSON; a byte of it was lost or changed") from None
     return sealed_of(document, path.name)
 
@@ -153,22 +172,49 @@ def read_seal(path: Path) -> Sealed:
 def check_probe(sealed: Sealed, probe: Probe) -> None:
     """The file is still what was sealed. Raises SealBroken naming the first key that is not."""
     now, then = json.loads(canonical(probe.as_json())), sealed.body["probe"]
-    if changed := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
-        raise SealBroken(f"the probe was edited after it was sealed: {changed[0]} was "
-                         f"{_short(then.get(changed[0]))} and is {_short(now.get(changed[0]))}; seal it anew, under a "
-                         "new name")
+    if now != then:
+        where, was, is_now = _difference(then, now)
+        raise SealBroken(f"the probe was edited after it was sealed: {where} was {_short(was)} and is "
+                         f"{_short(is_now)}; seal it anew, under a new name")
+
+
+def _difference(then: Any, now: Any) -> tuple[str, Any, Any]:
+    """Where two that are not equal differ first (`arms.device.start.4`), and what is there; arms and branches go by
+    their names."""
+    def members(value: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        names = [each["name"] if isinstance(each, dict) and "name" in each else str(place)
+                 for place, each in enumerate(value)]
+        return dict(zip(names, value, strict=True))
+
+    if type(then) is not type(now) or not isinstance(then, (dict, list)):
+        return "", then, now
+    old, new = members(then), members(now)
+    for name in sorted(old.keys() | new.keys()):
+        if name not in old or name not in new or old[name] != new[name]:
+            where, was, is_now = _difference(old.get(name), new.get(name))
+            return f"{name}.{where}".rstrip("."), was, is_now
+    return "", list(old), list(new)  # the same ones in another order
 
 
 def check_trace(sealed: Sealed, trace: Path) -> None:
-    """It is the sealed trace, and its oracle's figures are the sealed ones. Raises SealBroken."""
-    found, wanted = trace_part(sealed.probe, trace)["digest"], sealed.body["trace"]["digest"]
-    if found != wanted:
+    """It is the sealed trace, and the oracle's figures and the bridge's sizes are the sealed ones. Raises SealBroken.
+
+    A trace's name is no part of it, nor is what follows the slice.
+    """
+    now, then = trace_part(sealed.probe, trace), sealed.body["trace"]
+    if now["digest"] != then["digest"]:
         raise SealBroken(f"trace: the first {sealed.probe.requests} requests of {trace.name} have the digest "
-                         f"{found[:16]}…, sealed was {wanted[:16]}…")
-    figures = json.loads(canonical(oracle_part(sealed.probe, trace)))
-    if changed := sorted(name for name, value in figures.items() if not same(sealed.body["oracle"].get(name), value)):
-        raise SealBroken(f"oracle: {changed[0]} of this trace is {_short(figures[changed[0]])}, sealed was "
-                         f"{_short(sealed.body['oracle'].get(changed[0]))}")
+                         f"{now['digest'][:16]}…, sealed was {str(then['digest'])[:16]}…")
+    bridge = bridge_part(sealed.probe, sealed.alphabet, slice_of(trace, sealed.probe).block_tokens)
+    for part, made in (("trace", {**now, "name": then["name"]}), ("oracle", oracle_part(sealed.probe, trace)),
+                       ("bridge", bridge)):
+        told, figures = sealed.body[part], json.loads(canonical(made))
+        if changed := sorted(name for name in figures.keys() | told.keys()
+                             if not same(told.get(name), figures.get(name))):
+            raise SealBroken(f"{part}: {changed[0]} is {_short(figures.get(changed[0]))} here, sealed was "
+                             f"{_short(told.get(changed[0]))}")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -200,7 +246,7 @@ def probe_from_json(given: Mapping[str, Any]) -> Probe:
             "arms": tuple(ProbeArm(**{**each, "start": tuple(each["start"])}) for each in given["arms"]),
             "branches": tuple(Branch(**each) for each in given["branches"]),
             **{name: tuple(given[name]) for name in ("does_not_prove", "prior_art", "retracts")}})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise SealBroken(f"the sealed probe cannot be read ({error}); seal it with this version") from error
 
 
