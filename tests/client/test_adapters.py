@@ -57,6 +57,19 @@ STATS = {
 }
 
 
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf"])
+def test_a_counter_that_is_no_count_is_absent_and_so_is_every_sum_with_it(value: str) -> None:
+    text = "\n".join([
+        "# TYPE vllm:prompt_tokens_total counter", f'vllm:prompt_tokens_total{{engine="0"}} {value}',
+        'vllm:prompt_tokens_total{engine="1"} 40',
+        "# TYPE vllm:prompt_tokens_cached_by_source_total counter",
+        'vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 16',
+        f'vllm:prompt_tokens_cached_by_source_total{{engine="0",source="host"}} {value}',
+        "# TYPE vllm:generation_tokens_total counter", 'vllm:generation_tokens_total{engine="0"} 3', ""])
+    counters = scrape_of("vllm", read_exposition(text, "text/plain"), 0.0).counters
+    assert counters == {"vllm:generation_tokens_total": 3.0, "generated_tokens": 3.0}
+
+
 def test_our_own_engine_is_read_from_its_stats() -> None:
     scrape, described = looked_at({"/v1/stats": lambda _: answer_json(STATS)})
     assert scrape.engine == described["engine"] == "hostcache"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import json
 from itertools import pairwise
@@ -246,8 +247,35 @@ def test_a_sound_trace_is_valid_and_a_spoilt_one_is_named_by_its_row(tmp_path: P
 
 def test_an_id_behind_another_parent_is_found_by_validation(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": ids} for ids in ([1, 2], [3, 2])]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert document("validate", tmp_path / "a.jsonl", code=2)["row"] == 2
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert document("validate", path, code=2)["row"] == 2
+    for argv in (["info", path], ["slice", path, "--requests", 2, "--out", tmp_path / "out"],
+                 ["convert", path, "--to", "delta", "--out", tmp_path / "out"]):
+        with pytest.raises(TraceRefused, match=r"a\.jsonl row 2: block 2 follows block 3 and in row 1 follows block 1"):
+            ran(*argv)
+    assert left_in(tmp_path) == {"a.jsonl"}
+    assert document("slice", path, "--requests", 1, "--out", tmp_path / "one.jsonl")["requests"] == 1
+
+
+def test_what_a_slice_of_sessions_cannot_be_is_told_under_its_own_name(tmp_path: Path) -> None:
+    path = session_files(tmp_path / "traces")
+    text = (path / "b.json").read_text()
+    (path / "b.json").write_text(text.replace("[1, 2, 3]", "[3, 2, 1]"))
+    with pytest.raises(TraceRefused, match=r'^two row \d+: block \d+ of session "b" ') as caught:
+        ran("slice", path, "--sessions", 2, "--out", tmp_path / "two")
+    assert "part" not in str(caught.value)
+    assert left_in(tmp_path) == {"traces"}
+
+
+def test_session_files_of_one_name_are_not_written_over_each_other(tmp_path: Path) -> None:
+    path = session_files(tmp_path / "traces")
+    (path / "a.json.gz").write_bytes(gzip.compress((path / "c.json").read_bytes()))
+    (path / "c.json").unlink()
+    assert document("info", path)["sessions"] == 3
+    with pytest.raises(ConfigError, match=r"traces has 2 session files named a\.json, and one folder has room for one"):
+        ran("slice", path, "--sessions", 3, "--out", tmp_path / "three")
+    assert left_in(tmp_path) == {"traces"}
 
 
 @pytest.mark.parametrize(("argv", "says"), [
@@ -279,6 +307,9 @@ def test_nothing_is_overwritten_and_a_failed_write_leaves_nothing(tmp_path: Path
             ran(*argv, "--out", tmp_path / "mine")
         with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
             ran(*argv, "--out", tmp_path / "no" / "where")
+        for length in (245, 300):  # of the name, and of the name while it is written
+            with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+                ran(*argv, "--out", tmp_path / ("x" * length))
     assert (tmp_path / "mine").read_text() == "precious"
     lines = path.read_text().splitlines()
     (tmp_path / "bad.jsonl").write_text("\n".join([*lines[:8], "{", *lines[9:]]))

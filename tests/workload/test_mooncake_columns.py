@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
+from collections import deque
 from itertools import islice
 from pathlib import Path
 
@@ -13,10 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hostcache.errors import ConfigError
 from hostcache.lab.stream import digest_of, stream_of
 from hostcache.workload.trace_formats import mooncake
 from hostcache.workload.trace_formats.mooncake import MOONCAKE
-from hostcache.workload.traces import Trace, TraceRefused
+from hostcache.workload.traces import Trace, TraceRefused, ranked
 
 CONVERSATION = Path(__file__).resolve().parents[3] / "shared/data/mooncake_conversation_trace.jsonl.gz"
 
@@ -47,7 +50,11 @@ def both_ways(text: bytes, limit: int | None = None) -> bool:
         assert columns.output_tokens.tolist() == [each.output_tokens for each in requests]
         assert [each.tolist() for each in np.split(columns.blocks, columns.starts[1:-1])] == [
             each.blocks.tolist() for each in requests]
-        assert stream_of(trace, limit=len(requests)).digest == digest_of(requests, block_tokens=512)
+        try:
+            assert stream_of(trace, limit=len(requests)).digest == digest_of(requests, block_tokens=512)
+        except TraceRefused as torn:
+            with pytest.raises(TraceRefused, match=f"^{re.escape(str(torn))}$"):
+                deque(ranked(requests, trace=trace), maxlen=0)
         return True
 
 
@@ -105,13 +112,34 @@ def test_rows_that_cannot_be_are_left_to_be_refused_by_number(text: bytes) -> No
 
 def test_a_file_that_ends_too_soon_is_left_to_be_refused_behind_what_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl.gz"
-    rng = np.random.default_rng(0)
-    whole = b"".join(row(at, 512 * 40, ids=tuple(rng.permutation(10**6)[:40].tolist())) for at in range(400))
+    ids = np.random.default_rng(0).permutation(10**6)
+    whole = b"".join(row(at, 512 * 40, ids=tuple(ids[40 * at : 40 * at + 40].tolist())) for at in range(400))
     path.write_bytes(gzip.compress(whole)[:-2000])
     assert mooncake.columns(path, MOONCAKE) is None
     with pytest.raises(TraceRefused, match="row 3"):
         stream_of(Trace(path=path, format=MOONCAKE))
     assert stream_of(Trace(path=path, format=MOONCAKE), limit=100).requests == 100
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"], ids=["at once", "row by row"])
+def test_an_id_that_changes_its_parent_is_refused_by_row_however_it_is_read(end: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl"
+    path.write_bytes(row(ids=(1, 2)) + row(ids=(1, 3)) + row(ids=(4, 3)) + end)
+    trace = Trace(path=path, format=MOONCAKE)
+    assert (mooncake.columns(path, MOONCAKE) is None) == bool(end)
+    with pytest.raises(TraceRefused, match=r"torn.jsonl row 3: block 3 follows block 4 and in row 2 follows block 1"):
+        stream_of(trace)
+    assert stream_of(trace, limit=2).distinct == 3
+    path.write_bytes(row(input_tokens=5, ids=(1,)) + row(ids=(2, 1)) + end)
+    with pytest.raises(TraceRefused, match=r"torn.jsonl row 2: block 1 follows block 2 and in row 1 is the first"):
+        stream_of(trace)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"], ids=["at once", "row by row"])
+def test_more_requests_than_any_trace_has_are_refused_in_one_line(end: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(row() + end)
+    with pytest.raises(ConfigError, match="has 1 requests, 100000000000000000000 were asked for"):
+        stream_of(Trace(path=tmp_path / "a.jsonl", format=MOONCAKE), limit=10**20)
 
 
 @pytest.mark.skipif(not CONVERSATION.exists(), reason="the public traces are not beside the checkout")

@@ -33,6 +33,7 @@ from hostcache.workload.traces import (
     TraceRefused,
     TraceRequest,
     open_trace,
+    ranked,
     sessions_of,
     trace_facts,
 )
@@ -58,11 +59,11 @@ def written(path: Path, rows: list[Row]) -> Path:
     return path
 
 
-def counted(path: Path, waiting: int) -> TraceFacts:
+def counted(path: Path, together: int) -> TraceFacts:
     trace = open_trace(path)
-    count = TraceCount(trace, waiting=waiting)
-    for request in trace:
-        count.add(request)
+    count = TraceCount(trace)
+    for some in ranked(trace, trace=trace, together=together):
+        count.add(some)
     return count.facts()
 
 
@@ -105,6 +106,8 @@ def test_windows_line_ends_and_empty_last_lines_are_taken(tmp_path: Path) -> Non
     count = sum(1 for _ in open_trace(path))
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n\n")
     assert sum(1 for _ in open_trace(path)) == count == 12
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert sum(1 for _ in open_trace(path)) == 12, "a byte order mark is passed over"
 
 
 def test_blocks_of_a_request_cannot_be_altered_by_its_reader(tmp_path: Path) -> None:
@@ -142,12 +145,14 @@ def test_a_request_without_a_session_is_one_of_its_own(tmp_path: Path) -> None:
     assert [session.name for session in sessions_of(open_trace(path))] == ["row 1", "row 2", "row 3", "row 4"]
 
 
-@pytest.mark.parametrize("waiting", [1, 7, 2**16])
+@pytest.mark.parametrize("together", [1, 700, 2**16])
 @pytest.mark.parametrize("format", [DELTA, MOONCAKE])
-def test_facts_equal_a_plain_count_whenever_ids_are_merged(format: TraceFormat, waiting: int, tmp_path: Path) -> None:
+def test_facts_equal_a_plain_count_however_many_are_taken_together(
+    format: TraceFormat, together: int, tmp_path: Path
+) -> None:
     requests = synthetic_requests(9, sessions=20, turns=10, format=format)
     write_trace(tmp_path / "a.jsonl.gz", requests, format=format)
-    facts = counted(tmp_path / "a.jsonl.gz", waiting)
+    facts = counted(tmp_path / "a.jsonl.gz", together)
     seen: set[int] = set()
     hits = references = hit_tokens = 0
     shares = []
@@ -278,6 +283,8 @@ def test_a_first_request_with_a_pause_before_it_is_refused(tmp_path: Path) -> No
     (b"[" * 100_000 + b"\n", "not JSON"),
     (b'{"timestamp": ' + b"9" * 5000 + b"}\n", "not JSON"),
     (b'{"a": NaN}\n', "NaN is no number"),
+    (b'{"timestamp": 9, "input_length": 1, "input_length": 2}\n', '"input_length" is there twice'),
+    (b"\xef\xbb\xbf{}\n", "not JSON"),
 ])
 def test_a_line_that_is_no_row_is_refused_by_number(line: bytes, says: str, tmp_path: Path) -> None:
     path = written(tmp_path / "bad.jsonl", rows_of(MOONCAKE, tmp_path))
@@ -342,25 +349,42 @@ def test_what_is_no_known_trace_is_refused_in_one_line(content: bytes, says: str
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_a_folder_are_refused_in_one_line(tmp_path: Path) -> None:
-    for path, says in ((tmp_path / "none", "cannot be read"), (tmp_path, "holds no session files")):
-        with pytest.raises(TraceRefused, match=says):
+def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, says in ((tmp_path / "none", "cannot be read: no file of that name"), (tmp_path, "no session files"),
+                       (tmp_path / "pipe", "no regular file, and a trace is read more than once"),
+                       (tmp_path / ("x" * 300), "cannot be read: File name too long")):
+        with pytest.raises(TraceRefused, match=says) as caught:
             open_trace(path)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("waiting", [1, 2**16])
-def test_an_id_that_changes_its_parent_is_refused_with_both_rows(waiting: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [1, 2**16])
+def test_an_id_that_changes_its_parent_is_refused_with_both_rows(together: int, tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
             for ids in ([1, 2, 3], [1, 2, 4], [9, 2**64 - 1], [8, 3], [8, 2**64 - 1])]
     with pytest.raises(TraceRefused) as caught:
-        counted(written(tmp_path / "a.jsonl", rows[:4]), waiting)
+        counted(written(tmp_path / "a.jsonl", rows[:4]), together)
     assert str(caught.value) == ("a.jsonl row 4: block 3 follows block 8 and in row 1 follows block 2; "
                                  "ids must be chained by prefix")
     with pytest.raises(TraceRefused, match="row 3: block 18446744073709551615 follows block 8 and in row 2 follows"):
-        counted(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[4]]), waiting)
+        counted(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[4]]), together)
     rows[3]["hash_ids"] = [2, 8]
     with pytest.raises(TraceRefused, match="row 3: block 2 is the first block and in row 1 follows block 1;"):
-        counted(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[3]]), waiting)
+        counted(written(tmp_path / "a.jsonl", [rows[0], rows[2], rows[3]]), together)
+
+
+def test_of_two_rows_that_cannot_be_the_first_is_named(tmp_path: Path) -> None:
+    """Rows are taken together, and an id that changes its parent is seen later than what one row tells."""
+    rows = [{"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+            for ids in ([1, 2], [3, 2], [4])]
+    path = written(tmp_path / "a.jsonl", rows)
+    path.write_bytes(path.read_bytes() + b"{\n")
+    with pytest.raises(TraceRefused, match="row 2: block 2 follows block 3"):
+        trace_facts(open_trace(path))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::2]) + b"{\n")
+    with pytest.raises(TraceRefused, match="row 3: not JSON"):
+        trace_facts(open_trace(path))
 
 
 # Samples

@@ -26,6 +26,7 @@ and summed over those that tell processes apart. Of histograms, those of restore
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -249,6 +250,7 @@ class _Own:
         self.series: dict[str, dict[str, float]] = {}
         self.created: dict[str, float] = {}
         lines = []
+        no_counts: set[str] = set()
         for sample in exposition.samples:
             if sample.name == _START:
                 self.created[PROCESS] = max(sample.value, self.created.get(PROCESS, sample.value))
@@ -256,15 +258,20 @@ class _Own:
                 continue
             if sample.kind == CREATED:
                 self.created[_key(sample.name.removesuffix("_created") + "_total", sample.labels)] = sample.value
-            elif sample.kind == "counter" and sample.name.endswith("_total") and sample.value >= 0:
-                self.series.setdefault(_grouped(sample), {})[_key(sample.name, sample.labels)] = sample.value
+            elif sample.kind == "counter" and sample.name.endswith("_total"):
+                if 0 <= sample.value < math.inf:
+                    self.series.setdefault(_grouped(sample), {})[_key(sample.name, sample.labels)] = sample.value
+                else:  # NaN, say: nothing can be said of the family's sums either
+                    no_counts.add(sample.name)
             elif sample.kind != "gauge" and not (sample.kind == "histogram" and sample.name in _HISTOGRAM_LINES):
                 continue
             lines.append(sample.line)
         self.lines = tuple(lines)
+        for name in [each for each in self.series if each.partition("{")[0] in no_counts]:
+            del self.series[name]
         for name, kind in exposition.families.items():
             # Declared and without a sample: a counter with labels that has counted nothing yet. It is there.
-            if kind == "counter" and name.startswith(tuple(_PREFIXES)) and not any(
+            if kind == "counter" and name.startswith(tuple(_PREFIXES)) and name not in no_counts and not any(
                     have.partition("{")[0] == name for have in self.series):
                 self.series[name] = {}
 

@@ -8,8 +8,9 @@ import json
 import lzma
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -30,6 +31,7 @@ from hostcache.workload.traces import (
     TraceRequest,
     block_form,
     open_trace,
+    ranked,
 )
 
 _EXAMPLES = """\
@@ -41,7 +43,9 @@ examples:
   hostcache lab trace validate qwen_coder_blksz_16.jsonl
 
 Read: Mooncake, the delta form, Qwen-Bailian (JSONL), kv-cache-tester sessions (a folder, a tar or one JSON file), Azure
-(CSV); plain, gzip or xz. A file is written packed when its name ends in .gz or .xz, and never over another.
+(CSV); plain, gzip or xz. A file is written packed when its name ends in .gz or .xz, and never over another. Rows are
+read as a stream; what stays in memory is some 50 bytes for each run of consecutive new ids, and each session's last
+prompt where the form speaks of it.
 """
 
 Found = TypeVar("Found")
@@ -100,9 +104,9 @@ def run_trace(args: argparse.Namespace, *, out: TextIO, err: TextIO, every: int 
 def _info(args: argparse.Namespace, told: _Told) -> dict[str, Any]:
     trace = open_asked(args, need_blocks=False)
     count, seal = TraceCount(trace), Seal(trace.format.block_tokens)
-    for request in _watched(trace, told):
-        count.add(request)
-        seal.add(request)
+    for some in ranked(_watched(trace, told), trace=trace):
+        count.add(some)
+        seal.add(some)
     facts = count.facts()
     return {
         **_named(trace), "requests": facts.requests, "sessions": facts.sessions, "references": facts.references,
@@ -118,8 +122,8 @@ def _validate(args: argparse.Namespace, told: _Told) -> dict[str, Any]:
     try:
         trace = open_asked(args, need_blocks=False)
         count = TraceCount(trace)
-        for request in _watched(trace, told):
-            count.add(request)
+        for some in ranked(_watched(trace, told), trace=trace):
+            count.add(some)
     except TraceRefused as bad:
         if not args.json:
             raise
@@ -135,8 +139,13 @@ def _slice(args: argparse.Namespace, told: _Told) -> dict[str, Any]:
             raise ConfigError(f"{args.trace.name} has a file for each session; give --sessions N alone, or convert it "
                               "first")
         taken = sessions.sources(trace.path)[: cut.sessions]
-        sliced = _new_folder(args.out, ((each.name.removesuffix(".gz").removesuffix(".xz"), each.read())
-                                        for each in taken), lambda folder: _sealed(_again(args, folder), told))
+        names = [each.unpacked_name for each in taken]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{args.trace.name} has {names.count(name)} session files named {name}, and one "
+                                  "folder has room for one; convert it instead")
+        sliced = _new_folder(args.out, ((each.unpacked_name, each.read()) for each in taken),
+                             lambda folder: _sealed(_again(args, folder), told))
     else:
         sliced = _new_file(args.out, _lines(trace, cut, told), lambda file: _sealed(_again(args, file), told))
     return {**_named(trace), "requests": sliced[0], "digest": sliced[1], "written": str(args.out)}
@@ -150,10 +159,11 @@ def _convert(args: argparse.Namespace, told: _Told) -> dict[str, Any]:
     usual = blocks == (form.format.block_tokens, form.format.rounding)
 
     def seen() -> Iterator[TraceRequest]:
-        for request in _watched(trace, told):
-            seal.add(request)
-            lost.add(request)
-            yield request
+        for some in ranked(_watched(trace, told), trace=trace):
+            seal.add(some)
+            for request in some.requests:
+                lost.add(request)
+                yield request
 
     requests, digest = _new_file(args.out, form.lines(seen()),
                                  lambda file: _sealed(open_trace(file, blocks=None if usual else blocks), told))
@@ -254,14 +264,21 @@ def _lines(trace: Trace, cut: _Cut, told: _Told) -> Iterator[bytes]:
             progress.saw(request)
             yield line, request
 
-    rows = cut.take(seen())
+    kept = deque[bytes]()
+
+    def taken() -> Iterator[TraceRequest]:
+        for line, request in cut.take(seen()):
+            kept.append(line)
+            yield request
+
+    requests = (request for some in ranked(taken(), trace=trace) for request in some.requests)
     if trace.format.name == DELTA.name:
-        yield from delta.lines(request for _, request in rows)
+        yield from delta.lines(requests)
         return
     if trace.format.name == AZURE.name:
         yield azure.HEADING + b"\n"
-    for line, _ in rows:
-        yield line.rstrip(b"\r\n") + b"\n"
+    for _ in requests:
+        yield kept.popleft().rstrip(b"\r\n") + b"\n"
 
 
 # Parts --------------------------------------------------------------------------------------------------------------
@@ -280,9 +297,9 @@ def _named(trace: Trace) -> dict[str, Any]:
 def _sealed(trace: Trace, told: _Told) -> tuple[int, str]:
     """Requests and digest of what was written, read back."""
     seal, requests = Seal(trace.format.block_tokens), 0
-    for request in _watched(trace, told, "reading back: "):
-        seal.add(request)
-        requests += 1
+    for some in ranked(_watched(trace, told, "reading back: "), trace=trace):
+        seal.add(some)
+        requests += len(some.requests)
     return requests, seal.hexdigest()
 
 
@@ -359,11 +376,14 @@ def _new_file(path: Path, lines: Iterable[bytes], check: Callable[[Path], Found]
             if path.exists():
                 _refuse_existing(path)
             part.rename(path)
+    except TraceRefused as bad:
+        _of_the_whole(bad, part, path)
     except OSError as why:
         raise ConfigError(f"--out {path} cannot be written: {why.strerror or why}; give a new file where there is "
                           "room") from None
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
     return found
 
 
@@ -378,6 +398,8 @@ def _new_folder(path: Path, files: Iterable[tuple[str, bytes]], check: Callable[
         if path.exists():
             _refuse_existing(path)
         part.rename(path)
+    except TraceRefused as bad:
+        _of_the_whole(bad, part, path)
     except OSError as why:
         raise ConfigError(f"--out {path} cannot be written: {why.strerror or why}; give a new folder where there is "
                           "room") from None
@@ -386,8 +408,17 @@ def _new_folder(path: Path, files: Iterable[tuple[str, bytes]], check: Callable[
     return found
 
 
+def _of_the_whole(bad: TraceRefused, part: Path, path: Path) -> NoReturn:
+    """A refusal of what was written, which nobody ever sees under the name of its part."""
+    raise TraceRefused(str(bad).replace(part.name, path.name), row=bad.row) from None
+
+
 def _part(path: Path) -> Path:
-    if path.exists():
+    try:
+        there = path.exists()
+    except OSError as why:
+        raise ConfigError(f"--out {path} cannot be written: {why.strerror}; give another name") from None
+    if there:
         _refuse_existing(path)
     return path.with_name(f".{path.name}.{os.getpid()}.part")
 

@@ -7,17 +7,16 @@ begin anew behind the head. Its figures stand for no real traffic.
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from hostcache.errors import ConfigError
 from hostcache.workload.agents import stream
 from hostcache.workload.blocks import common_blocks
+from hostcache.workload.trace_formats import delta, mooncake
 from hostcache.workload.traces import DELTA, MOONCAKE, TraceFormat, TraceRequest
 
 HEAD_BLOCKS = 4
@@ -47,7 +46,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest], *, format: TraceFo
 
     Times are rounded to ms. The Mooncake format has no sessions, pauses and answer times: they are lost.
     """
-    rows = {MOONCAKE.name: _mooncake_rows, DELTA.name: _delta_rows}[format.name](requests)
+    rows = {MOONCAKE.name: mooncake.lines, DELTA.name: delta.lines}[format.name](requests)
     with path.open("wb") as raw:
         if path.suffix != ".gz":
             raw.writelines(rows)
@@ -93,49 +92,3 @@ def _session(seed: int, index: int, turns: int, format: TraceFormat, head: list[
         if not measured:
             think_ms += api_ms  # what a reader can know: the distance of two arrivals
         tokens += output + rng.randrange(1, 4 * size)
-
-
-def _delta_rows(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
-    last: dict[str, npt.NDArray[np.uint64]] = {}
-    for request in requests:
-        if request.session is None:
-            raise ConfigError(f"request {request.number} has no session; the delta format needs one")
-        before = last.get(request.session, np.empty(0, dtype=np.uint64))
-        keep = common_blocks(before, request.blocks)
-        last[request.session] = request.blocks
-        yield _line({
-            "timestamp": _arrival_ms(request), "input_length": request.input_tokens,
-            "output_length": request.output_tokens, "session_id": request.session, "think_ms": _ms(request.think_s),
-            "api_ms": _ms(request.api_s), "keep": keep, "runs": _runs(request.blocks[keep:].tolist()),
-        })
-
-
-def _mooncake_rows(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
-    for request in requests:
-        yield _line({"timestamp": _arrival_ms(request), "input_length": request.input_tokens,
-                     "output_length": request.output_tokens, "hash_ids": request.blocks.tolist()})
-
-
-def _runs(ids: list[int]) -> list[list[int]]:
-    """[first, length] of each run of consecutive ids."""
-    runs: list[list[int]] = []
-    for block in ids:
-        if runs and block == runs[-1][0] + runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([block, 1])
-    return runs
-
-
-def _arrival_ms(request: TraceRequest) -> int:
-    if request.arrival_s is None:
-        raise ConfigError(f"request {request.number} has no arrival; a trace's rows go by time")
-    return _ms(request.arrival_s)
-
-
-def _ms(seconds: float | None) -> int:
-    return round((seconds or 0.0) * 1000)
-
-
-def _line(row: dict[str, object]) -> bytes:
-    return json.dumps(row, separators=(",", ":")).encode() + b"\n"

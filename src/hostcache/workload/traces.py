@@ -10,26 +10,27 @@ and says what its fields mean); knows no pages, keys, servers or clocks.
     azure             CSV, arrivals and lengths only
 
 A file is read as a stream: besides the current row it holds what its format needs (each session's last blocks, which
-chat belongs where), and what `trace_facts` or `sessions_of` was asked to keep. A row that cannot be is refused by its
-number; nothing follows it. CRLF counts as an end of line.
+chat belongs where), and what `ranked` or `sessions_of` was asked to keep. A row that cannot be is refused by its
+number; nothing follows it. CRLF counts as an end of line; a byte order mark is passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import NoReturn, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from hostcache.errors import ConfigError
 from hostcache.workload.trace_formats import azure, bailian, delta, mooncake, sessions
 from hostcache.workload.trace_formats.azure import AZURE
 from hostcache.workload.trace_formats.bailian import BAILIAN
 from hostcache.workload.trace_formats.delta import DELTA
-from hostcache.workload.trace_formats.files import TraceRefused, lines, opened, refuse
+from hostcache.workload.trace_formats.files import TraceRefused, is_folder, lines, opened, refuse
 from hostcache.workload.trace_formats.mooncake import MOONCAKE
 from hostcache.workload.trace_formats.rows import (
     Impossible,
@@ -38,9 +39,10 @@ from hostcache.workload.trace_formats.rows import (
     TraceRequest,
     json_row,
     parent_of,
+    short,
 )
 from hostcache.workload.trace_formats.sessions import SESSIONS
-from hostcache.workload.trace_ids import KnownIds
+from hostcache.workload.trace_ids import KnownIds, Ranks
 
 __all__ = [
     "AZURE",
@@ -48,6 +50,7 @@ __all__ = [
     "DELTA",
     "MOONCAKE",
     "SESSIONS",
+    "Ranked",
     "Rounding",
     "Trace",
     "TraceCount",
@@ -60,6 +63,8 @@ __all__ = [
     "files_digest",
     "open_trace",
     "parent_of",
+    "ranked",
+    "refuse_torn",
     "sessions_of",
     "trace_facts",
 ]
@@ -118,8 +123,9 @@ def files_digest(path: Path) -> str:
 
     Raises OSError, TraceRefused.
     """
-    if not path.is_dir():
-        return sha256(path.read_bytes()).hexdigest()
+    if not is_folder(path):
+        with path.open("rb") as file:
+            return file_digest(file, "sha256").hexdigest()
     whole = sha256()
     for source in sessions.sources(path):
         whole.update(f"{source.name} {sha256(source.read()).hexdigest()}\n".encode())
@@ -151,7 +157,7 @@ def open_trace(path: Path | str, *, blocks: tuple[int, Rounding] | None = None, 
 
 
 def _format(path: Path) -> TraceFormat:
-    if path.is_dir() or (path.is_file() and sessions.is_tar(path)):
+    if is_folder(path) or sessions.is_tar(path):
         return sessions.format_of(sessions.sources(path)[0])
     with opened(path) as file:
         rows = lines(path, file)
@@ -162,6 +168,8 @@ def _format(path: Path) -> TraceFormat:
                 return AZURE
             if line.startswith(_LFS):
                 raise TraceRefused(f"{path.name} is Git LFS's pointer to a file; fetch the file itself (git lfs pull)")
+            if line.strip() == b"{":  # one session over many lines
+                return sessions.format_of(sessions.sources(path)[0])
             try:
                 row = json_row(line)
             except Impossible as bad:
@@ -204,53 +212,97 @@ class TraceFacts:
     """From the first arrival to the last; 0 where no arrivals are known."""
 
 
-class TraceCount:
-    """What a trace holds, request by request: 24 bytes a distinct block, half as much again while newcomers are merged.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """Some requests of a trace, one after the other, and their blocks by order of first appearance in the trace."""
 
-    Holds the name of every session, too.
+    requests: tuple[TraceRequest, ...]
+    starts: npt.NDArray[np.int64]
+    """(requests + 1,) where each one's blocks begin and the last one's end"""
+    ranks: Ranks
+    """(references,)"""
+    known: int
+    """Distinct blocks before these."""
+
+    def hits(self) -> npt.NDArray[np.int64]:
+        """(requests,) how many of each one's blocks were in a request before it: its first ones, ids being chained."""
+        highest = np.maximum.accumulate(np.maximum(self.ranks, self.known - 1))
+        again = np.diff(highest, prepend=self.known - 1) == 0
+        return np.diff(np.concatenate(([0], np.cumsum(again)))[self.starts])
+
+
+def ranked(requests: Iterable[TraceRequest], *, trace: Trace | None = None, together: int = 2**16) -> Iterator[Ranked]:
+    """The same requests, so many blocks at a time; holds what `KnownIds` does.
+
+    `trace`: where they come from. Raises TraceRefused where an id follows another block there than it did before: such
+    ids name no pages. None: they are taken as they are.
     """
+    ids = KnownIds()
+    for some in _together(requests, together):
+        starts = np.cumsum([0, *(len(each.blocks) for each in some)])
+        known = len(ids)
+        ranks = ids.add(np.concatenate([each.blocks for each in some]), starts)
+        if trace is not None and ids.torn is not None:
+            refuse_torn(trace, ids.torn)
+        yield Ranked(requests=some, starts=starts, ranks=ranks, known=known)
 
-    def __init__(self, trace: Trace, *, waiting: int = 2**16) -> None:
-        self._trace = trace
-        self._ids = KnownIds(waiting=waiting)
+
+def _together(requests: Iterable[TraceRequest], blocks: int) -> Iterator[tuple[TraceRequest, ...]]:
+    some: list[TraceRequest] = []
+    left = blocks
+    try:
+        for request in requests:
+            some.append(request)
+            left -= 16 + len(request.blocks)
+            if left <= 0:
+                yield tuple(some)
+                some, left = [], blocks
+    except TraceRefused:
+        if some:  # what is wrong with them comes first
+            yield tuple(some)
+        raise
+    if some:
+        yield tuple(some)
+
+
+class TraceCount:
+    """What a trace holds. Holds the name of every session."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._block_tokens = trace.format.block_tokens
         self._sessions: set[str] = set()
         self._alone = self.requests = self.references = self._inputs = self._outputs = self._longest = 0
-        self._hits = self._hit_tokens = self._with_blocks = 0
+        self._hits = self._hit_tokens = self._with_blocks = self._distinct = 0
         self._shares = 0.0
         self._first_s: float | None = None
         self._last_s: float | None = None
 
-    def add(self, request: TraceRequest) -> None:
-        """Raises TraceRefused where an id follows another block than it did before: such ids name no pages."""
-        self.requests += 1
-        if request.session is None:
-            self._alone += 1
-        else:
-            self._sessions.add(request.session)
-        self.references += len(request.blocks)
-        self._inputs += request.input_tokens
-        self._outputs += request.output_tokens
-        self._longest = max(self._longest, request.input_tokens)
-        if request.arrival_s is not None:
-            self._first_s = request.arrival_s if self._first_s is None else self._first_s
-            self._last_s = request.arrival_s
-        if not len(request.blocks):
-            return
-        before = len(self._ids)
-        ranks = self._ids.add(request.blocks, request.kept_blocks)
-        if self._ids.torn is not None:
-            _refuse_torn(self._trace, self._ids.torn)
-        hits = request.kept_blocks + int(np.count_nonzero(ranks < before))  # the prompt's first ones, ids being chained
-        self._hits += hits
-        self._hit_tokens += min(request.input_tokens, hits * self._trace.format.block_tokens)
-        self._with_blocks += 1
-        self._shares += hits / len(request.blocks)
+    def add(self, some: Ranked) -> None:
+        for request, hits in zip(some.requests, some.hits().tolist(), strict=True):
+            self.requests += 1
+            if request.session is None:
+                self._alone += 1
+            else:
+                self._sessions.add(request.session)
+            self._inputs += request.input_tokens
+            self._outputs += request.output_tokens
+            self._longest = max(self._longest, request.input_tokens)
+            if request.arrival_s is not None:
+                self._first_s = request.arrival_s if self._first_s is None else self._first_s
+                self._last_s = request.arrival_s
+            if len(request.blocks):
+                self._hits += hits
+                self._hit_tokens += min(request.input_tokens, hits * self._block_tokens)
+                self._with_blocks += 1
+                self._shares += hits / len(request.blocks)
+        self.references += len(some.ranks)
+        self._distinct = max(self._distinct, int(some.ranks.max(initial=-1)) + 1)
 
     def facts(self) -> TraceFacts:
         any_blocks = self.references > 0
         return TraceFacts(
             requests=self.requests, sessions=self._alone + len(self._sessions), references=self.references,
-            distinct=len(self._ids), infinite_hit_rate=self._hits / self.references if any_blocks else None,
+            distinct=self._distinct, infinite_hit_rate=self._hits / self.references if any_blocks else None,
             infinite_hit_rate_tokens=self._hit_tokens / self._inputs if any_blocks else None,
             infinite_hit_rate_requests=self._shares / self._with_blocks if any_blocks else None,
             input_tokens=self._inputs, output_tokens=self._outputs, longest_input_tokens=self._longest,
@@ -258,14 +310,14 @@ class TraceCount:
 
 
 def trace_facts(trace: Trace) -> TraceFacts:
-    """Counts a trace in one pass (see `TraceCount`). Raises TraceRefused."""
+    """Counts a trace in one pass. Raises TraceRefused as `ranked` does."""
     count = TraceCount(trace)
-    for request in trace:
-        count.add(request)
+    for some in ranked(trace, trace=trace):
+        count.add(some)
     return count.facts()
 
 
-def _refuse_torn(trace: Trace, wanted: int) -> NoReturn:
+def refuse_torn(trace: Trace, wanted: int) -> NoReturn:
     """Reads again for the row where the id first follows something else."""
     known: tuple[int, int | None] | None = None
     for request in trace:
@@ -276,8 +328,9 @@ def _refuse_torn(trace: Trace, wanted: int) -> NoReturn:
             elif before != known[1]:
                 words = ["is the first block" if block is None else f"follows block {block}"
                          for block in (before, known[1])]
-                refuse(trace.path, request.number, f"block {wanted} {words[0]} and in row {known[0]} {words[1]}; "
-                       "ids must be chained by prefix")
+                whose = f" of session {short(request.session)}" if trace.format.name == SESSIONS.name else ""
+                refuse(trace.path, request.number, f"block {wanted}{whose} {words[0]} and in row {known[0]} {words[1]};"
+                       " ids must be chained by prefix")
     raise TraceRefused(f"{trace.path.name} changed while it was read; give it a file that stays as it is")
 
 

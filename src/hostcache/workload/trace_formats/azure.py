@@ -23,7 +23,7 @@ _NO_BLOCKS.flags.writeable = False
 
 
 def is_heading(line: bytes) -> bool:
-    return line.removeprefix(b"\xef\xbb\xbf").strip() == HEADING
+    return line.strip() == HEADING
 
 
 class Reader:

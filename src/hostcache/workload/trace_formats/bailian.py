@@ -62,6 +62,8 @@ class Reader:
         chat, parent = whole(row, "chat_id", 0, MAX_MS), whole(row, "parent_chat_id", NO_PARENT, MAX_MS)
         if chat in self._chats:
             raise Impossible(f"chat_id {chat} was there before; each request has its own")
+        if parent == chat:
+            raise Impossible(f"parent_chat_id is {parent}, the chat's own; a chat goes on from an earlier one")
         whole(row, "turn", 0, MAX_TOKENS)
         if type(row["type"]) is not str:
             raise Impossible(f"type is {short(row['type'])}; a name is needed")

@@ -20,6 +20,8 @@ BREAKS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 """What reading a cut or damaged file raises."""
 
 _BUFFER_BYTES = 2**18
+_BOM = b"\xef\xbb\xbf"
+
 
 class TraceRefused(ConfigError):
     """A trace, or one row of it by number, that cannot be what it says it is."""
@@ -65,14 +67,29 @@ class _Xz(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[io.BufferedReader]:
-    """The file's bytes, unpacked where they begin as gzip or xz does. Raises TraceRefused."""
+def reading(path: Path) -> Iterator[None]:
+    """What the system says against `path`, as a refusal."""
     try:
-        if not path.is_file():
-            raise FileNotFoundError(0, "no file of that name")
-        raw = path.open("rb")
+        yield
     except OSError as why:
         raise TraceRefused(f"{path} cannot be read: {why.strerror}; give the path of a trace file") from None
+
+
+def is_folder(path: Path) -> bool:
+    """Raises TraceRefused."""
+    with reading(path):
+        return path.is_dir()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[io.BufferedReader]:
+    """The file's bytes, unpacked where they begin as gzip or xz does. Raises TraceRefused."""
+    with reading(path):
+        if not path.exists():
+            raise FileNotFoundError(0, "no file of that name")
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise OSError(0, "it is no regular file, and a trace is read more than once")
+        raw = path.open("rb")
     with raw, unpacked(raw) as file:
         yield file
 
@@ -92,8 +109,13 @@ def unpacked(raw: BinaryIO) -> Iterator[io.BufferedReader]:
         yield cast(io.BufferedReader, raw)
 
 
+def unmarked(text: bytes) -> bytes:
+    """Without the byte order mark that some programs begin a file with."""
+    return text.removeprefix(_BOM)
+
+
 def lines(path: Path, file: io.BufferedReader, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Each line with its number, from 1, its line end (LF or CRLF) still on it.
+    """Each line with its number, from 1, its line end (LF or CRLF) still on it; a byte order mark is not.
 
     Empty lines may end a file, nowhere else. Raises TraceRefused.
     """
@@ -108,6 +130,8 @@ def lines(path: Path, file: io.BufferedReader, *, max_bytes: int = MAX_LINE_BYTE
             return
         if len(line) > max_bytes:
             refuse(path, number, f"longer than {max_bytes} bytes; a trace has one request a line")
+        if number == 1:
+            line = unmarked(line)
         if not line.strip():
             empty = empty or number
             continue

@@ -105,7 +105,15 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_number)
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} is there twice")
+    return row
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=_object)
 
 
 def json_line(row: Row) -> bytes:
@@ -153,10 +161,12 @@ def block_ids(row: Row) -> list[int]:
     return ids
 
 
-def check_count(format: TraceFormat, input_tokens: int, blocks: int) -> None:
+def check_count(format: TraceFormat, input_tokens: int, blocks: int, *, told: bool = False) -> None:
+    """`told`: the file itself says the size of its blocks, so no other can be meant."""
     if blocks != format.blocks_of(input_tokens):
         raise Impossible(f"{blocks} blocks for {input_tokens} tokens; {format.rounding}({input_tokens} / "
-                         f"{format.block_tokens}) = {format.blocks_of(input_tokens)} are needed")
+                         f"{format.block_tokens}) = {format.blocks_of(input_tokens)} are needed"
+                         + ("" if told else "; where all its blocks are of another size, --read-blocks says so"))
 
 
 def sealed(blocks: Blocks) -> Blocks:

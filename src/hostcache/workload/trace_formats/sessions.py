@@ -32,7 +32,16 @@ import numpy as np
 
 from hostcache.workload.agents import stream
 from hostcache.workload.blocks import common_blocks
-from hostcache.workload.trace_formats.files import BREAKS, MAX_LINE_BYTES, TraceRefused, opened, unpacked
+from hostcache.workload.trace_formats.files import (
+    BREAKS,
+    MAX_LINE_BYTES,
+    TraceRefused,
+    is_folder,
+    opened,
+    reading,
+    unmarked,
+    unpacked,
+)
 from hostcache.workload.trace_formats.rows import (
     MAX_TOKENS,
     Blocks,
@@ -69,14 +78,20 @@ class Source:
     name: str
     read: Callable[[], bytes]
 
+    @property
+    def unpacked_name(self) -> str:
+        return self.name.removesuffix(".gz").removesuffix(".xz")
+
 
 def sources(path: Path) -> list[Source]:
     """The session files of a folder (by name), of a tar (held whole, as it lies there), or the one file.
 
     Raises TraceRefused where there are none.
     """
-    if path.is_dir():
-        found = [Source(each.name, _reader(each)) for each in sorted(path.iterdir()) if each.name.endswith(_ENDS)]
+    if is_folder(path):
+        with reading(path):
+            found = [Source(each.name, _reader(each)) for each in path.iterdir() if each.name.endswith(_ENDS)]
+        found.sort(key=lambda each: (each.unpacked_name, each.name))
     elif is_tar(path):
         found = list(_members(path))
     else:
@@ -124,7 +139,7 @@ def _whole_file(name: str, file: io.BufferedReader) -> bytes:
         raise TraceRefused(f"{name}: the file ends or breaks ({why}); fetch it again") from None
     if len(text) > MAX_LINE_BYTES:
         raise TraceRefused(f"{name}: longer than {MAX_LINE_BYTES} bytes; a file holds one session")
-    return text
+    return unmarked(text)
 
 
 def format_of(first: Source) -> TraceFormat:
@@ -134,9 +149,9 @@ def format_of(first: Source) -> TraceFormat:
 
 def read(path: Path, format: TraceFormat, *, spread_s: float, seed: int) -> Iterator[TraceRequest]:
     """All requests by time. Raises TraceRefused with the file's name and the request's place in it."""
-    waiting = [(round(stream(seed, "session start", each.name).random() * spread_s, 3), each)
+    waiting = [(round(stream(seed, "session start", each.unpacked_name).random() * spread_s, 3), each)
                for each in sources(path)]
-    waiting.sort(key=lambda each: (each[0], each[1].name), reverse=True)
+    waiting.sort(key=lambda each: (each[0], each[1].unpacked_name, each[1].name), reverse=True)
     running: list[tuple[float, int, int, _Session]] = []
     ids, names, began, number = _Names(), set[str](), 0, 0
     while waiting or running:
@@ -157,6 +172,8 @@ def read(path: Path, format: TraceFormat, *, spread_s: float, seed: int) -> Iter
         yield session.next(number)
         if session.left:
             heappush(running, (session.left[-1].arrival_s, order, step + 1, session))
+    if not number:
+        raise TraceRefused(f"{path.name} holds no request; give a trace with at least one row")
 
 
 # One file -----------------------------------------------------------------------------------------------------------
@@ -300,7 +317,7 @@ class _Walk:
         t = later("t", seconds(row, "t"), last_t)
         input_tokens, output_tokens = whole(row, "in", 1, MAX_TOKENS), whole(row, "out", 0, MAX_TOKENS)
         ids = block_ids(row)
-        check_count(self._format, input_tokens, len(ids))
+        check_count(self._format, input_tokens, len(ids), told=True)
         blocks = sealed(np.array(ids, dtype=np.uint64))
         api_s = (seconds(row, "api_time") or None) if row.get("api_time") is not None else None
         think_s = 0.0
