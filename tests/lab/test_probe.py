@@ -299,6 +299,25 @@ def test_a_rate_above_the_bound_is_impossible_whatever_the_branches_say(tmp_path
     assert verify(read_certificate(path), trace) == "fine"
 
 
+def test_failed_requests_do_not_make_the_rate_of_the_others_impossible(tmp_path: Path) -> None:
+    """Those that failed were all new ones; the answered ones alone were held to a greater part than all could be."""
+    path, _, trace = probe_on_mocks(tmp_path, arms=NO_CONTROL, branches={"fine": "device_hit_rate >= 0"})
+    parts = read_certificate(path)["parts"]
+    runs = copy.deepcopy(parts["arms"])
+    gone = 0
+    for record in runs[0]["requests"]:
+        if not record["cached_tokens"]:
+            gone += record["prompt_tokens"]
+            record |= {"outcome": "error", "reason": "http 500", **dict.fromkeys(
+                ("prompt_tokens", "completion_tokens", "cached_tokens", "device_tokens", "host_tokens"))}
+    accounting = json.loads(runs[0]["closing"][0].partition(" ")[2])
+    accounting |= {name: accounting[name] - gone for name in ("prompt_tokens", "recomputed_tokens")}
+    runs[0]["closing"][0] = f"accounting {json.dumps(accounting)}"
+    judged = judge(sealed_of(parts["seal"], "test"), trace, runs)
+    assert judged.figures["device_hit_rate"] > judged.figures["bound"]
+    assert judged.verdict == "fine"
+
+
 # Seals and certificates ---------------------------------------------------------------------------------------------
 
 
@@ -513,8 +532,9 @@ def test_the_commands_say_what_holds_and_what_the_numbers_are(made: tuple[Path, 
     assert "holds; its verdict is explained" in out
     assert "holds: trace and oracle" in err
     assert command("probe", "verify", path, "--trace", trace, "--expect", "impossible")[0] == 3
-    run = read_certificate(path)["parts"]["arms"][1]
-    (tmp_path / "replay.json").write_text(json.dumps(run))
+    parts = read_certificate(path)["parts"]
+    stream = slice_of(trace, sealed_of(parts["seal"], "test").probe)
+    (tmp_path / "replay.json").write_text(json.dumps({**parts["arms"][1], "digest": stream.digest}))
     _, out, _ = command("reconcile", "--trace", trace, "--block-tokens", 16, "--capacity-tokens", 16 * BLOCKS,
                         "--replay", tmp_path / "replay.json", "--json")
     assert json.loads(out)["unexplained"] == 0

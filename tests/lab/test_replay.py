@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,16 @@ def test_raw_lines_are_read_by_exact_name_and_a_time_of_creation_is_no_count() -
         counted("vllm", lines, [lines[0], lines[1], lines[3]])
     with pytest.raises(ProbeVoid, match="counter_reset"):
         counted("vllm", later, lines)
+
+
+def test_a_server_that_began_anew_is_seen_by_its_uptime_where_every_counter_went_up() -> None:
+    def lines(up_s: float, tokens: int) -> list[str]:
+        accounting = {"prompt_tokens": tokens, "device_tokens": 0, "host_tokens": 0, "recomputed_tokens": tokens}
+        return [f"accounting {json.dumps(accounting)}", f"engine {json.dumps({'uptime_s': up_s, 'preemptions': 0})}"]
+
+    assert counted("hostcache", lines(10, 64), lines(70, 128)).prompt_tokens == 64
+    with pytest.raises(ProbeVoid, match="counter_reset"):
+        counted("hostcache", lines(10, 64), lines(5, 128))
 
 
 def test_a_trace_without_times_is_not_replayed_open_and_a_load_is_one_of_two(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from hostcache.lab.branches import decide
-from hostcache.lab.gap import Gap, gap
+from hostcache.lab.gap import Gap, Model, gap
 from hostcache.lab.knee import Goal, knee, point, ratio
 from hostcache.lab.measured import arm_figures, check_control, counted
 from hostcache.lab.probe import ProbeArm
@@ -75,12 +75,16 @@ def judge(sealed: Sealed, trace: Path, runs: Sequence[Run], *,
             records = [Replayed.from_json(each) for each in run["requests"]]
             gaps[place] = found = gap(stream, modelled(probe, arm, run["engine"]), records,
                                       preemptions=totals.preemptions)
-            if totals.cached_tokens > found.bound:
+            if totals.cached_tokens > (Model(stream, modelled(probe, arm)).bound_tokens if found.left_out
+                                       else found.bound):
                 impossible.append(arm.name)
         _gap_figures(figures, arm, [each for place, _ in mine if (each := gaps[place]) is not None])
         reconciled[arm.name] = outcome = reconcile(
             stream, capacity_blocks=modelled(probe, arm).capacity_tokens // stream.block_tokens, touch=probe.touch,
-            hits=figures[f"{arm.name}_cached_tokens"], queries=figures[f"{arm.name}_prompt_tokens"], progress=progress)
+            hits=figures[f"{arm.name}_cached_tokens"], progress=progress,
+            # Of requests that failed nobody knows how far they came: what was held is put over all that was sent.
+            queries=len(mine) * int(stream.input_tokens.sum()) if figures[f"{arm.name}_failed"] else
+            figures[f"{arm.name}_prompt_tokens"])
         if outcome.verdict == "impossible":
             impossible.append(arm.name)
     if probe.ladder:

@@ -23,7 +23,7 @@ from math import isfinite
 from typing import Any, cast
 
 from hostcache.client.adapters import Engine, scrape_of
-from hostcache.client.counters import Scrape, balance, read, resets
+from hostcache.client.counters import PROCESS, Scrape, balance, read, resets
 from hostcache.client.exposition import read_exposition
 from hostcache.errors import ServerError
 from hostcache.lab.certificate import parsed
@@ -82,6 +82,7 @@ def scrape_again(engine: str, raw: Sequence[str]) -> Scrape:
 def _of_stats(engine: str, raw: Sequence[str]) -> Scrape:
     """The sections of /v1/stats, one a line."""
     counters: dict[str, float] = {}
+    created: dict[str, float] = {}
     sections: set[str] = set()
     for line in raw:
         section, _, text = line.partition(" ")
@@ -96,9 +97,11 @@ def _of_stats(engine: str, raw: Sequence[str]) -> Scrape:
                                 "requests"), "engine": ("preemptions",)}.get(section, ())
         counters.update({name: float(value) for name in names
                          if (value := read({section: values}, section, name)) is not None})
+        if (up_s := read({section: values}, "engine", "uptime_s")) is not None:
+            created[PROCESS] = -up_s  # a process that ran on is up for longer at every later scrape
     if "device_tokens" in counters and "host_tokens" in counters:
         counters["cached_tokens"] = counters["device_tokens"] + counters["host_tokens"]
-    return Scrape(engine=engine, counters=counters, created={}, raw=tuple(raw), at_s=0.0)
+    return Scrape(engine=engine, counters=counters, created=created, raw=tuple(raw), at_s=0.0)
 
 
 def check_reading(scrape: Scrape) -> None:

@@ -22,7 +22,7 @@ from hostcache.lab.alphabets import alphabet, tokenizer_of
 from hostcache.lab.certificate import read_certificate
 from hostcache.lab.gap import Gap, Modelled, gap
 from hostcache.lab.judging import Judged
-from hostcache.lab.knee import Goal, Knee, Ratio, knee, point, ratio
+from hostcache.lab.knee import Goal, Knee, check_ladder, compare, knee, point
 from hostcache.lab.lru import Touch
 from hostcache.lab.measured import Counted, check_replay
 from hostcache.lab.probe import SHIPPED, read_probe
@@ -217,19 +217,23 @@ def _bridge(args: argparse.Namespace, desk: _Desk) -> int:
 def _replay(args: argparse.Namespace, desk: _Desk) -> int:
     if args.at_once is not None and args.rate_factor is not None:
         raise ConfigError("--at-once and --rate-factor are both given; a replay is closed or open")
-    load = Load(at_once=None if args.rate_factor is not None else args.at_once or 1, rate_factor=args.rate_factor,
-                drain_s=args.drain_s, processes=args.processes)
+    at_once = 1 if args.at_once is None and args.rate_factor is None else args.at_once
+    load = Load(at_once=at_once, rate_factor=args.rate_factor, drain_s=args.drain_s, processes=args.processes)
     stream = _stream(args)
+    letters = _alphabet(args, desk)
     folder = new_folder(args.out, "hostcache-lab")
     seed = _seed(args)
-    outcome, described = _send(args, desk, stream, _alphabet(args, desk), args.url, seed, load, folder)
-    totals = _totals(outcome, desk)
+    outcome, described = _send(args, desk, stream, letters, args.url, seed, load, folder)
     document: dict[str, Any] = {
         "version": 1, "trace": args.trace.name, "digest": stream.digest, "seed": seed, "described": described,
-        "block_tokens": args.block_tokens, "counted": None if totals is None else asdict(totals), **outcome.as_json()}
+        "block_tokens": args.block_tokens, "max_tokens": args.max_tokens, "counted": None, **outcome.as_json()}
+    _write(folder / "replay.json", document)  # what was measured stays, also where it is void
+    desk.err.write(f"written: {folder}/ (replay.json)\n")
+    totals = _totals(outcome, desk)
+    document["counted"] = None if totals is None else asdict(totals)
     capacity = args.capacity_tokens or described.get("pool_tokens")
     found = None
-    if capacity:
+    if capacity and any(each.cached_tokens is not None for each in outcome.requests):
         found = gap(stream, Modelled(block_tokens=args.engine_block_tokens, capacity_tokens=int(capacity),
                                      touch=args.touch, max_tokens=args.max_tokens,
                                      whole_prompts=outcome.opening.engine == "hostcache"), outcome.requests,
@@ -237,7 +241,6 @@ def _replay(args: argparse.Namespace, desk: _Desk) -> int:
         document["gap"] = found.as_json()
     _write(folder / "replay.json", document)
     desk.show(document, args.json, [*_replay_rows(outcome, totals), *([] if found is None else _gap_rows(found))])
-    desk.err.write(f"written: {folder}/ (replay.json)\n")
     return 0
 
 
@@ -257,12 +260,17 @@ def _knee(args: argparse.Namespace, desk: _Desk) -> int:
         factors = [float(each) for each in args.rate_factors.split(",")]
     except ValueError:
         raise ConfigError(f"--rate-factors {args.rate_factors}: numbers with commas between are needed") from None
+    check_ladder(factors)
     goal = Goal(ttft_s=args.ttft_s, tpot_s=args.tpot_s, share=args.share)
+    urls = [args.url, *([] if args.against is None else [args.against])]
+    if len({each.rstrip("/") for each in urls}) < len(urls):
+        raise ConfigError(f"--against {args.against} is --url; name another server, or leave it out")
     stream = _stream(args)
+    if not any(due_times(list(islice(open_asked(args), stream.requests)), 1.0)):
+        raise ConfigError(f"the {stream.requests} requests all arrive at the same moment and have no rate; take more")
+    letters = _alphabet(args, desk)
     folder = new_folder(args.out, "hostcache-lab")
     seed = _seed(args)
-    urls = [args.url, *([] if args.against is None else [args.against])]
-    letters = _alphabet(args, desk)
     knees: dict[str, list[Knee]] = {url: [] for url in urls}
     for pair in range(args.pairs):
         for url in urls if pair % 2 == 0 else urls[::-1]:
@@ -278,49 +286,60 @@ def _knee(args: argparse.Namespace, desk: _Desk) -> int:
     document: dict[str, Any] = {"version": 1, "trace": args.trace.name, "digest": stream.digest, "seed": seed,
                                 "goal": asdict(goal),
                                 "knees": {url: [each.as_json() for each in found] for url, found in knees.items()}}
-    ratios = _knee_ratios(knees, urls, seed)
-    document["ratios"] = {name: each.as_json() for name, each in ratios.items()}
+    ratios, none = compare(knees[urls[0]], knees[urls[1]], seed) if len(urls) > 1 else ({}, {})
+    document["ratios"] = {f"{name}, url ÷ against": each.as_json() for name, each in ratios.items()}
+    document["no_ratio"] = none
     _write(folder / "knee.json", document)
-    desk.show(document, args.json, [*(row for url in urls for row in _knee_rows(url, knees[url])),
-                                    *((name, f"{each.median:.3f} ({each.least:.3f} … {each.most:.3f}, {each.pairs} "
-                                       "pairs)") for name, each in ratios.items())])
+    desk.show(document, args.json, [
+        *(row for url in urls for row in _knee_rows(url, knees[url])),
+        *((f"{name}, url ÷ against",
+           f"{each.median:.3f} ({each.least:.3f} … {each.most:.3f}), the median of {each.pairs}")
+          for name, each in ratios.items()),
+        *((f"{name}, url ÷ against", f"none: {why}") for name, why in none.items())])
     desk.err.write(f"written: {folder}/ (knee.json)\n")
     return 0
 
 
-def _knee_ratios(knees: Mapping[str, Sequence[Knee]], urls: Sequence[str], seed: str) -> dict[str, Ratio]:
-    if len(urls) < 2:
-        return {}
-    both = list(zip(knees[urls[0]], knees[urls[1]], strict=True))
-    found = {"throughput, url ÷ against": [(a.throughput_per_s, b.throughput_per_s) for a, b in both],
-             "goodput, url ÷ against": [(a.goodput_per_s or 0.0, b.goodput_per_s or 0.0) for a, b in both]}
-    return {name: ratio(pairs, Random(f"{seed}/{name}")) for name, pairs in found.items()
-            if all(second > 0 for _, second in pairs)}
-
-
 def _reconcile(args: argparse.Namespace, desk: _Desk) -> int:
-    stream = _stream(args)
     if args.replay is not None:
-        try:
-            given = json.loads(args.replay.read_text(encoding="utf-8"))
-            records = [Replayed.from_json(each) for each in given["requests"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--replay {args.replay} is no replay.json of `hostcache lab replay`: {error}") from None
-        if args.requests is None and len(records) < stream.requests:
-            stream = as_sent(stream_of(open_asked(args), limit=len(records), block_tokens=args.block_tokens))
-        found = gap(stream, Modelled(block_tokens=args.engine_block_tokens, capacity_tokens=args.capacity_tokens,
-                                     touch=args.touch, max_tokens=args.max_tokens,
-                                     whole_prompts=given.get("engine") == "hostcache"), records)
-        desk.show(found.as_json(), args.json, _gap_rows(found))
-        return 0
+        if args.hits is not None or args.queries is not None:
+            raise ConfigError("--replay and --hits, --queries are both given; an engine is held against one of them")
+        return _reconcile_replay(args, desk)
     if args.hits is None or args.queries is None:
         raise ConfigError("give --hits and --queries, or --replay FILE")
+    stream = _stream(args)
     outcome = reconcile(stream, capacity_blocks=args.capacity_tokens // stream.block_tokens, hits=args.hits,
                         queries=args.queries, touch=args.touch, progress=desk.progress)
     desk.show(outcome.as_json(), args.json, [
         ("the engine", f"{outcome.engine_hit_rate:.6f}"), ("the bound", f"{outcome.max_hit_rate:.6f}"),
         (f"LRU of {outcome.capacity_blocks:,} blocks", f"{outcome.lru_hit_rate:.6f}"), ("verdict", outcome.verdict),
         *([("cause", outcome.cause)] if outcome.cause else []), *((each.name, each.says) for each in outcome.causes)])
+    return 0
+
+
+def _reconcile_replay(args: argparse.Namespace, desk: _Desk) -> int:
+    try:
+        given = json.loads(args.replay.read_text(encoding="utf-8"))
+        records = [Replayed.from_json(each) for each in given["requests"]]
+        digest, preemptions = given["digest"], (given.get("counted") or {}).get("preemptions")
+        max_tokens = given.get("max_tokens", args.max_tokens)
+    except OSError as error:
+        raise ConfigError(f"--replay {args.replay} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--replay {args.replay} is no replay.json of `hostcache lab replay`: {error}") from None
+    if args.requests is None:
+        args.requests = len(records)
+    stream = _stream(args)
+    if stream.digest != digest:
+        raise ConfigError(f"--replay {args.replay} is of another workload, {digest}; the trace as it is asked for here "
+                          f"is {stream.digest}: give the same --trace, --requests and --block-tokens")
+    if all(each.cached_tokens is None for each in records):
+        raise ConfigError(f"--replay {args.replay}: no request was told its cached tokens (vLLM tells them with "
+                          "--enable-prompt-tokens-details); give --hits and --queries")
+    found = gap(stream, Modelled(block_tokens=args.engine_block_tokens, capacity_tokens=args.capacity_tokens,
+                                 touch=args.touch, max_tokens=max_tokens,
+                                 whole_prompts=given.get("engine") == "hostcache"), records, preemptions=preemptions)
+    desk.show(found.as_json(), args.json, _gap_rows(found))
     return 0
 
 
@@ -438,12 +457,14 @@ def _as_expected(args: argparse.Namespace, verdict: str) -> int:
 
 def _replay_rows(outcome: Replay, totals: Counted | None) -> list[tuple[str, object]]:
     prompt = sum(each.prompt_tokens or 0 for each in outcome.requests)
-    cached = sum(each.cached_tokens or 0 for each in outcome.requests)
+    told = [each for each in outcome.requests if each.cached_tokens is not None]
+    cached, of = sum(each.cached_tokens or 0 for each in told), sum(each.prompt_tokens or 0 for each in told)
     first = [each.first_token_s - each.due_s for each in outcome.requests if each.first_token_s is not None]
     rows: list[tuple[str, object]] = [
         ("requests", f"{len(outcome.requests):,}, {sum(each.outcome == 'ok' for each in outcome.requests):,} answered"),
-        ("prompt tokens", f"{prompt:,}"),
-        ("from a cache, as requests were told", f"{cached:,}, {cached / max(1, prompt):.6f}"),
+        ("prompt tokens", f"{prompt:,}" if any(each.prompt_tokens is not None for each in outcome.requests)
+         else "not told"),
+        ("from a cache, as requests were told", f"{cached:,}, {cached / of:.6f}" if of else "they were told nothing"),
         ("seconds", f"{outcome.wall_s:.2f}")]
     if totals is not None:
         rows += [("counted from the device, from the host", f"{totals.device_tokens:,}, {totals.host_tokens:,}"),
@@ -465,24 +486,30 @@ def _gap_rows(found: Gap) -> list[tuple[str, object]]:
     return [("bound", share(found.bound)), ("possible in the engine's blocks", share(found.possible)),
             ("LRU at the capacity", share(found.model)), ("the engine", share(found.engine)),
             ("requests where both are equal", f"{found.equal:,} of {found.compared:,}"),
+            *([("left out: failed, or not told", f"{found.left_out:,} requests")] if found.left_out else []),
             *((f"engine − LRU: {name}", f"{tokens:+,} tokens") for name, tokens in found.causes.items()),
-            ("not explained", f"{found.unexplained:,} tokens")]
+            ("not explained", f"{found.unexplained:,} tokens"),
+            *([("verdict", "impossible: above the bound")] if found.engine > found.bound else [])]
 
 
 def _knee_rows(url: str, knees: Sequence[Knee]) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = []
     for each in knees:
         for at in each.points:
+            said = (f"{at.throughput_per_s:.2f}/s answered, {at.good_share:.1%} good ({at.good_low:.1%} … "
+                    f"{at.good_high:.1%}), sent {at.lateness_p99_s:.3f} s late (p99)")
             rows.append((f"{url}: {at.offered_per_s:.2f}/s offered",
-                         f"{at.throughput_per_s:.2f}/s answered, {at.good_share:.1%} good "
-                         f"({at.good_low:.1%} … {at.good_high:.1%})"))
-        good = "below the lowest load" if each.goodput_per_s is None else (
-            f"{each.goodput_per_s:.2f}/s ({'-' if each.goodput_low is None else f'{each.goodput_low:.2f}'} … "
-            f"{'-' if each.goodput_high is None else f'{each.goodput_high:.2f}'})"
-            f"{', the highest load: it may lie above' if each.beyond else ''}")
-        rows += [(f"{url}: goodput knee", good),
-                 (f"{url}: throughput knee", f"{each.throughput_per_s:.2f}/s ({each.throughput_low:.2f} … "
-                                             f"{each.throughput_high:.2f})")]
+                         said if at.drained_cleanly else f"{said}, not drained"))
+        lowest, above = each.points[0], ", the highest load: it may lie above"
+        good = f"none: {lowest.good_share:.1%} good at the lowest load, {lowest.offered_per_s:.2f}/s"
+        if each.goodput_per_s is not None:
+            low, high = ("-" if rate is None else f"{rate:.2f}" for rate in (each.goodput_low, each.goodput_high))
+            good = f"{each.goodput_per_s:.2f}/s ({low} … {high}){above if each.beyond else ''}"
+        through = "none: no request was answered at any load"
+        if each.throughput_per_s:
+            through = (f"{each.throughput_per_s:.2f}/s ({each.throughput_low:.2f} … {each.throughput_high:.2f})"
+                       f"{above if each.throughput_beyond else ''}")
+        rows += [(f"{url}: goodput knee", good), (f"{url}: throughput knee", through)]
     return rows
 
 
