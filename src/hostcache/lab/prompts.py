@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,9 @@ class Prompts:
         return report
 
     def collide(self, requests: Sequence[Planned], engine_block_tokens: int) -> bool:
-        """Do two of these requests' blocks begin with the same engine block?"""
+        """Do two of these requests' blocks begin alike, as far as the gate compares them?"""
         names = np.unique(np.concatenate([np.array(each.names, dtype=np.uint64) for each in requests]))
-        begin = self.bridge.blocks(names)[:, : min(engine_block_tokens, self.bridge.block_tokens)]
+        begin = self.bridge.blocks(names)[:, : gcd(engine_block_tokens, self.bridge.block_tokens)]
         return len(np.unique(begin, axis=0)) < len(names)
 
     def digest(self, request: Planned) -> str:

@@ -149,13 +149,9 @@ def _command(arm: ProbeArm, model: str | None, given: Sequence[str]) -> Sequence
     if arm.url is not None:
         return []
     wanted = named(command_of(arm.start, arm.env, model=model))
-    words = list(given)
-    at = words.index("hostcache") if "hostcache" in words else 0
-    if words[at - 1 : at] == ["-m"] and wanted[at - 2 : at - 1] == ("hostcache",):
-        del words[at - 2 : at]  # of before 2026-12: a Python by its path
-    return given if len(words) == len(wanted) and all(
+    return given if len(given) == len(wanted) and all(
         re.fullmatch(re.escape(asked).replace(r"\{port\}", "[0-9]+"), word)
-        for asked, word in zip(wanted, words, strict=True)) else wanted
+        for asked, word in zip(wanted, given, strict=True)) else wanted
 
 
 def _in_time(arm: ProbeArm, load: Load, asked: Sequence[Planned], records: Sequence[Replayed],
