@@ -68,11 +68,11 @@ def check(document: Any) -> Mapping[str, Any]:
     for name in sorted(parts):
         if (found := _digest(parts[name], f"part {name!r}")) != digests[name]:
             raise CertificateRefused(f"part {name!r} is not what was certified: its digest is "
-                                     f"{found[:16]}…, {str(digests[name])[:16]}… was bound")
+                                     f"{found}, {str(digests[name])[:80]} was bound")
     body = {name: value for name, value in document.items() if name != "sha256"}
     if (found := _digest(body, "the certificate")) != document.get("sha256"):
-        raise CertificateRefused(f"the certificate's own digest is {found[:16]}…, it says "
-                                 f"{str(document.get('sha256'))[:16]}…: digests or header were changed")
+        raise CertificateRefused(f"the certificate's own digest is {found}, it says "
+                                 f"{str(document.get('sha256'))[:80]}: digests or header were changed")
     if strange := sorted(document.keys() - _KEYS):
         raise CertificateRefused(f"{strange[0]!r} is no part of a certificate and nothing vouches for it")
     return parts
