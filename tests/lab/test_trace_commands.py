@@ -149,6 +149,22 @@ def kept(requests: tuple[TraceRequest, ...]) -> list[tuple[object, ...]]:
     return [(each.session, each.think_s, each.api_s, each.kept_blocks, each.blocks.tolist()) for each in requests]
 
 
+def test_a_fork_of_a_chat_keeps_its_blocks_in_the_delta_form_and_says_that_its_pause_is_lost(tmp_path: Path) -> None:
+    def written(name: str, parents: list[int]) -> Path:
+        rows = [{"chat_id": i, "parent_chat_id": parent, "timestamp": i * 1.25, "input_length": 16 * i,
+                 "output_length": 1, "type": "text", "turn": 1, "hash_ids": list(range(i))}
+                for i, parent in enumerate(parents, start=1)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / name
+
+    chain, fork = written("chain.jsonl", [-1, 1, 2]), written("fork.jsonl", [-1, 1, 1])
+    for path, lost in ((chain, ["fields of bailian that are not read"]),
+                       (fork, ["pauses after a fork of a chat", "fields of bailian that are not read"])):
+        out = tmp_path / f"{path.stem}.delta.jsonl"
+        told = json.loads(ran("convert", path, "--to", "delta", "--out", out, "--json"))
+        assert (told["lost"], told["same_digest"]) == (lost, True)
+
+
 def test_chats_keep_their_digest_where_their_times_are_whole_milliseconds(tmp_path: Path) -> None:
     path = chats(tmp_path / "chats.jsonl")
     told = document("convert", path, "--to", "delta", "--out", tmp_path / "a.jsonl")

@@ -190,7 +190,8 @@ class _Lost:
 
     def __init__(self, to: str) -> None:
         self._to = to
-        self._sessions = self._pauses = self._answers = self._times = False
+        self._sessions = self._pauses = self._answers = self._times = self._forks = False
+        self._last_s: dict[str, float | None] = {}
 
     def add(self, request: TraceRequest) -> None:
         self._sessions |= request.session is not None
@@ -198,9 +199,15 @@ class _Lost:
         self._answers |= request.api_s is not None
         self._times |= any(each is not None and abs(each * 1000 - round(each * 1000)) > 1e-6
                            for each in (request.arrival_s, request.think_s, request.api_s))
+        # After an answer that was not timed, the delta form measures a pause from the session's last request: a fork's
+        # own pause, from an earlier one, has no place there.
+        if self._to == DELTA.name and request.session is not None and request.arrival_s is not None:
+            last_s = self._last_s.get(request.session)
+            self._forks |= last_s is not None and abs(request.arrival_s - last_s - request.think_s) > 2e-3
+            self._last_s[request.session] = None if request.api_s else request.arrival_s
 
     def words(self, trace: Trace) -> list[str]:
-        said = [(self._times, "times below a millisecond")]
+        said = [(self._times, "times below a millisecond"), (self._forks, "pauses after a fork of a chat")]
         if self._to == MOONCAKE.name:
             said += [(self._sessions, "sessions"), (self._pauses, "pauses"), (self._answers, "answer times")]
         if trace.format.name not in (MOONCAKE.name, DELTA.name):
