@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (b"0.30000000000000004", b"0.30000000000000005", "part 'probe' says what was certified in other bytes"),
     (b"0.169", b"1.69e-1", "part 'probe' says what was certified in other bytes"),
     (b'"ceiling":0', b'"ceiling": 0', "part 'probe' says what was certified in other bytes"),
-    (b'"ceiling":', b'"ceiling":0.5,"ceiling":', "in part 'probe' .'ceiling' stands twice"),
+    (b'"ceiling":', b'"ceiling":0.5,"ceiling":', "in part 'probe' .\"ceiling\" is there twice"),
     (b'"verdict":"impossible"', b'"verdict":"fine","verdict":"impossible"', "in part 'verdict'"),
     (b"0.169", b"NaN", "in part 'probe' .NaN is no number"),
     (b"0.169", b"1e999", "in part 'probe' .1e999 is no number"),
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (b"\n", b"", "its digests or header"),
     (b"\n", b"\n\n", "its digests or header"),
     (b'"version":1', b'"version":2', "version 2"),
-    (b'"kind":', b'"kind":"other","kind":', "'kind' stands twice"),
+    (b'"kind":', b'"kind":"other","kind":', "\"kind\" is there twice"),
     (b"hostcache-certificate", b"hostcache-seal", "no certificate of hostcache"),
 ])
 def test_the_same_content_in_other_bytes_and_what_json_may_not_say_are_refused(

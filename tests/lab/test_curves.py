@@ -151,8 +151,9 @@ def test_the_conversation_trace_has_its_published_figures() -> None:
 @needs_trace
 def test_looked_up_by_position_or_by_prefix_is_one_thing_only_when_touched_tail_first() -> None:
     stream = stream_of(open_trace(CONVERSATION))
-    for touch, anywhere, prefix in (("batched", 0.04475, 0.04447), ("tail-first", 0.04477, 0.04477)):
-        depths = lru_curve(stream, touch).depths  # type: ignore[arg-type]
+    expected: dict[Touch, tuple[float, float]] = {"batched": (0.04475, 0.04447), "tail-first": (0.04477, 0.04477)}
+    for touch, (anywhere, prefix) in expected.items():
+        depths = lru_curve(stream, touch).depths
         hit = (depths > 0) & (depths <= 1024)
         gaps = np.concatenate(([0], np.cumsum(~hit)))
         closed = hit & (gaps[:-1] == np.repeat(gaps[stream.starts[:-1]], np.diff(stream.starts)))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from hostcache.errors import HostCacheError
+from hostcache.folders import write_new
+from hostcache.workload.trace_formats.rows import once_each
 
 KIND = "hostcache-certificate"
 VERSION = 1
@@ -47,7 +48,7 @@ def parsed(data: bytes) -> Any:
     """Strict JSON. Raises ValueError for a key that stands twice in one object, for NaN, for a number without end, and
     for what is no JSON in UTF-8."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_finite,
+        return json.loads(data.decode("utf-8"), object_pairs_hook=once_each, parse_constant=_finite,
                           parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -76,23 +77,6 @@ def check(document: Any) -> Mapping[str, Any]:
     if strange := sorted(document.keys() - _KEYS):
         raise CertificateRefused(f"{strange[0]!r} is no part of a certificate and nothing vouches for it")
     return parts
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """The file is there with all of it, or not at all. Raises FileExistsError where there is one, else OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
-            if path.exists():
-                raise FileExistsError(str(path)) from None
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_certificate(path: Path, parts: Mapping[str, Any]) -> str:
@@ -165,14 +149,6 @@ def _digest(value: Any, where: str) -> str:
         return digest(value)
     except (ValueError, TypeError, RecursionError) as why:
         raise CertificateRefused(f"{where} is not what was certified: no JSON can say it ({_line(why)})") from None
-
-
-def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return found
 
 
 def _finite(text: str) -> float:

@@ -18,8 +18,9 @@ from typing import Any
 from hostcache import __version__
 from hostcache.clock import unix_time
 from hostcache.errors import ConfigError, HostCacheError
+from hostcache.folders import write_new
 from hostcache.lab.branches import Branch
-from hostcache.lab.certificate import canonical, digest, parsed, write_new
+from hostcache.lab.certificate import canonical, digest, parsed
 from hostcache.lab.gap import Model, Modelled
 from hostcache.lab.knee import Goal
 from hostcache.lab.oracle import cold_miss_floor, maximum, opt_curve

@@ -6,7 +6,6 @@ import argparse
 import gzip
 import json
 import lzma
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO, TypeVar, cast
 
 from hostcache.errors import ConfigError
+from hostcache.folders import give_name, part_of
 from hostcache.lab.stream import Seal
 from hostcache.workload.trace_formats import azure, delta, mooncake, sessions
 from hostcache.workload.traces import (
@@ -376,13 +376,9 @@ def _new_file(path: Path, lines: Iterable[bytes], check: Callable[[Path], Found]
             file.writelines(lines)
         found = check(part)
         try:
-            os.link(part, path)
+            give_name(part, path)
         except FileExistsError:
             _refuse_existing(path)
-        except OSError:  # a file system without links
-            if path.exists():
-                _refuse_existing(path)
-            part.rename(path)
     except TraceRefused as bad:
         _of_the_whole(bad, part, path)
     except OSError as why:
@@ -427,7 +423,7 @@ def _part(path: Path) -> Path:
         raise ConfigError(f"--out {path} cannot be written: {why.strerror}; give another name") from None
     if there:
         _refuse_existing(path)
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+    return part_of(path)
 
 
 def _refuse_existing(path: Path) -> NoReturn:

@@ -105,7 +105,8 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> Row:
+def once_each(pairs: list[tuple[str, Any]]) -> Row:
+    """An object of JSON, as `object_pairs_hook`. Raises ValueError for a key that is there twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
@@ -113,7 +114,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=_object)
+_JSON = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=once_each)
 
 
 def json_line(row: Row) -> bytes:
